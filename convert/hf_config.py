@@ -1,0 +1,285 @@
+"""A Hugging Face config.json of a target -> ``TargetConfig``, and the rotary embedding of either kind of model.
+
+Transformers 4 wrote ``rope_theta`` and ``rope_scaling`` ("type" or "rope_type"), transformers 5 writes one
+``rope_parameters``; both end in the same ``RopeConfig``. Only fields without which a config still says one thing have
+a default here; every other missing field is named in one error, and so is every option that would change the numbers
+and that nobody here implements.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.config import ROPE_TYPES, LayerType, RopeConfig, TargetConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+DRAFTER_FIELDS = ("dflash_config", "speculators_model_type")
+DRAFTER_NAMES = ("DFlash", "Eagle", "Speculator", "DraftModel")
+
+# Rotary parameters by type, beside rope_theta and the type itself.
+ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+    ),
+}
+# Options that change what a layer computes, and the values at which they change nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1, 1.0),
+    "pretraining_tp": (1,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1, 1.0),
+    "final_logit_softcapping": (),
+    "logit_scale": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "output_multiplier": (1, 1.0),
+    "quantization_config": (),
+    "residual_multiplier": (1, 1.0),
+    "rope_interleaved": (False,),
+    "rope_traditional": (False,),
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used as it stands; the message says all that is wrong with it."""
+
+
+class Fields:
+    """Reads a JSON object and remembers which required fields were missing, so that one error names them all."""
+
+    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.values = values
+        self.prefix = prefix
+        self.missing: list[str] = []
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number >= ``least``; missing (and remembered) where absent or null without ``default``."""
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            self.missing.append(self.prefix + name)
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"{self.prefix}{name} must be a whole number, got {value!r}")
+        if value < least and self.values.get(name) is not None:
+            raise CheckpointError(f"{self.prefix}{name} must be at least {least}, got {value}")
+        return value
+
+    def number(self, name: str) -> float:
+        """A number; missing where absent or null."""
+        value = self.values.get(name)
+        if value is None:
+            self.missing.append(self.prefix + name)
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{self.prefix}{name} must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.prefix}{name} must be true or false, got {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self.prefix}{name} must be a string, got {value!r}")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """A list of whole numbers, or None where absent or null."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+            raise CheckpointError(f"{self.prefix}{name} must be a list of whole numbers, got {value!r}")
+        return tuple(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises CheckpointError where it is missing, unreadable or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object")
+    return value
+
+
+def refuse_options(values: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Raises CheckpointError naming every option of ``neutral`` that is set to a value with a meaning of its own."""
+    wrong = [
+        f"{prefix}{name} = {json.dumps(values[name])}"
+        for name, harmless in neutral.items()
+        if values.get(name) is not None and values[name] not in harmless
+    ]
+    if wrong:
+        raise CheckpointError(f"options that are not supported: {', '.join(wrong)}")
+
+
+def rope_config(values: Mapping[str, Any], fields: Fields) -> RopeConfig | None:
+    """The rotary embedding of a config in either spelling; None (and the field remembered) where theta is nowhere.
+
+    Raises:
+        CheckpointError: an unknown rope_type, a parameter that the type does not know, or two spellings that disagree.
+    """
+    nested = [dict(values[name]) for name in ("rope_parameters", "rope_scaling") if values.get(name)]
+    if len(nested) == 2 and nested[0] != {**nested[0], **nested[1]}:
+        raise CheckpointError(f"rope_parameters {nested[0]} and rope_scaling {nested[1]} disagree")
+    rope = {name: value for name, value in (nested[0] if nested else {}).items() if value is not None}
+
+    kinds = {str(rope.pop(name)) for name in ("type", "rope_type") if name in rope} or {"default"}
+    if len(kinds) > 1:
+        raise CheckpointError(f"the rotary embedding has two types: {', '.join(sorted(kinds))}")
+    kind = kinds.pop()
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(f"rope_type {kind!r} is not supported; built: {', '.join(ROPE_TYPES)}")
+
+    thetas = {float(v) for v in (rope.pop("rope_theta", None), values.get("rope_theta")) if v is not None}
+    if len(thetas) > 1:
+        raise CheckpointError(f"rope_theta is given twice with different values: {sorted(thetas)}")
+    refuse_options({"partial_rotary_factor": rope.pop("partial_rotary_factor", None)}, NEUTRAL, "rope ")
+    rope.pop("finetuned", None)
+    unknown = sorted(set(rope) - set(ROPE_FIELDS[kind]))
+    if unknown:
+        raise CheckpointError(f"rope_type {kind!r} has parameters that are not supported: {', '.join(unknown)}")
+
+    lacking = [] if thetas else ["rope_theta (or rope_parameters.rope_theta)"]
+    needed = ROPE_FIELDS[kind][: {"default": 0, "linear": 1, "llama3": 4, "yarn": 2}[kind]]
+    lacking += [f"{name} of rope_type {kind!r}" for name in needed if name not in rope]
+    if lacking:
+        fields.missing += lacking
+        return None
+    return RopeConfig(rope_theta=thetas.pop(), rope_type=kind, **rope)
+
+
+def layer_layout(values: Mapping[str, Any], layers: int) -> tuple[tuple[LayerType, ...], int | None]:
+    """layer_types and the window, by the rule of transformers' Qwen2 and Qwen3.
+
+    Layer i slides iff use_sliding_window holds, sliding_window is set and i >= max_window_layers, unless layer_types
+    says so itself. A window that no layer uses is dropped.
+
+    Raises:
+        CheckpointError: layer_types that slide while use_sliding_window is false, or a rule that lacks a number.
+    """
+    types, window, switch = (values.get(name) for name in ("layer_types", "sliding_window", "use_sliding_window"))
+    if types is not None:
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+            raise CheckpointError(f"layer_types must be a list of names, got {types!r}")
+        if switch is False and "sliding_attention" in types:
+            raise CheckpointError("layer_types has sliding_attention layers, but use_sliding_window is false")
+    elif switch and window is not None:
+        start = values.get("max_window_layers")
+        if start is None:
+            raise CheckpointError("use_sliding_window is true, and neither layer_types nor max_window_layers is given")
+        types = ["sliding_attention" if i >= start else "full_attention" for i in range(layers)]
+    else:
+        types = ["full_attention"] * layers
+    return tuple(types), window if "sliding_attention" in types else None
+
+
+def drafter_marks(hf: Mapping[str, Any]) -> list[str]:
+    """By what a config.json says that it is a drafter's: fields and architectures. Empty for a target."""
+    names = [str(name) for name in hf.get("architectures") or ()]
+    marked = [name for name in names if any(mark in name for mark in DRAFTER_NAMES)]
+    return marked + [name for name in DRAFTER_FIELDS if name in hf]
+
+
+def check_model_type(hf: Mapping[str, Any]) -> str:
+    """The family of a target. Raises CheckpointError for drafters and for families that are not built, by name."""
+    marks = drafter_marks(hf)
+    if marks:
+        raise CheckpointError(f"this is a drafter ({', '.join(marks)}), not a target model")
+    family = hf.get("model_type")
+    if family is None:
+        raise CheckpointError(f"config.json names no model_type; built: {', '.join(FAMILIES)}")
+    if family not in FAMILIES:
+        raise CheckpointError(f"model_type {family!r} is not supported yet; built: {', '.join(FAMILIES)}")
+    return str(family)
+
+
+def target_config(hf: Mapping[str, Any], vocab_rows: int | None = None) -> TargetConfig:
+    """The ``TargetConfig`` of a Hugging Face config.json.
+
+    Args:
+        hf: the JSON object.
+        vocab_rows: rows of the embedding in the file (None: as many as vocab_size).
+
+    Raises:
+        CheckpointError: another family, an option that is not built, or the list of all missing fields.
+    """
+    family = check_model_type(hf)
+    refuse_options(hf, NEUTRAL)
+    fields = Fields(hf)
+    hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    heads, vocab = fields.integer("num_attention_heads"), fields.integer("vocab_size")
+    # Llama configs from before grouped queries have no num_key_value_heads: one each, as transformers reads them.
+    kv_heads = fields.integer("num_key_value_heads", heads if family == "llama" else None)
+    # Qwen3's head_dim is a field of its own; Llama and Qwen2 may leave it to hidden_size / num_attention_heads.
+    shared = None if family == "qwen3" else hidden // max(heads, 1)
+    head_dim = fields.integer("head_dim", shared)
+    width, eps = fields.integer("intermediate_size"), fields.number("rms_norm_eps")
+    positions = fields.integer("max_position_embeddings")
+    rope = rope_config(hf, fields)
+    if fields.missing or rope is None:
+        raise CheckpointError(f"config.json lacks {', '.join(fields.missing)}")
+
+    if family != "qwen3" and hf.get("head_dim") is None and hidden % heads:
+        raise CheckpointError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    layer_types, window = layer_layout(hf if family != "llama" else {"layer_types": hf.get("layer_types")}, layers)
+    attention_bias = fields.flag("attention_bias", False)
+    try:
+        return TargetConfig(
+            model_type=family,
+            vocab_size=vocab,
+            vocab_rows=vocab if vocab_rows is None else vocab_rows,
+            hidden_size=hidden,
+            intermediate_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=eps,
+            max_position_embeddings=positions,
+            rope=rope,
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            qkv_bias=True if family == "qwen2" else attention_bias,
+            o_bias=False if family == "qwen2" else attention_bias,
+            mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
+            qk_norm=family == "qwen3",
+            layer_types=layer_types,
+            sliding_window=window,
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def eos_token_ids(hf: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """All ids that end a text: config.json's, then generation_config.json's, each one number, a list or null."""
+    found: list[int] = []
+    for source in (hf, generation):
+        value = source.get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(int(i) for i in found))

@@ -1,0 +1,263 @@
+"""Opens any checkpoint: a Hugging Face folder, a hub id, or a folder that ``python -m convert`` wrote.
+
+Everything is checked before a weight is placed: the config's family, every tensor's name and shape, and that the
+drafter fits the target. Then tensors go one at a time from the mapped file to the devices that hold a part of them.
+"""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from numpy.typing import NDArray
+
+from convert import rules
+from convert.folder import GENERATION, HF_CONFIGS, OURS, TOKENIZER_FILES, Record, is_converted, read_records
+from convert.hf_config import CheckpointError, eos_token_ids, read_json, target_config
+from convert.hf_drafter import drafter_config, family_of
+from convert.tensors import DTYPES, contiguous, open_shelf
+from dflash_jax import checkpoint
+from dflash_jax.config import DrafterConfig, TargetConfig, pair
+from dflash_jax.params import Params, abstract, unflatten
+from dflash_jax.sharding import Mesh, make_mesh
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+DTYPE_NAMES = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
+Config = TargetConfig | DrafterConfig
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target, perhaps with its drafter, ready on a mesh.
+
+    ``target`` taps what ``drafter`` reads. Parameters have the plain layout of ``dflash_jax.params`` in one ``dtype``.
+    ``tokenizer`` is the folder with the tokenizer's files (None: there are none), ``generation_config`` the JSON object
+    of that name, ``eos_token_ids`` the union of both config files' ids, ``notes`` what was left out and why.
+    """
+
+    target: TargetConfig
+    drafter: DrafterConfig | None
+    target_params: Params
+    drafter_params: Params | None
+    tokenizer: Path | None
+    generation_config: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    dtype: np.dtype
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One model of a folder, checked but not read: found in Hugging Face files, or recorded in a converted folder."""
+
+    folder: Path
+    hf: Mapping[str, Any]
+    cfg: Config
+    dtype: np.dtype
+    found: rules.Matched | Record
+
+    def notes(self) -> tuple[str, ...]:
+        """One line for every tensor that is left out for a reason worth saying."""
+        return tuple(f"{self.folder.name}: skipped {name}: {why}" for name, why in self.found.skipped.items() if why)
+
+
+def resolve(path: str | Path) -> Path:
+    """The folder of a local path or of a hub id ``organisation/name`` (downloaded).
+
+    Raises:
+        CheckpointError: a file, a path that does not exist, or a hub id that cannot be fetched.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; a checkpoint is a folder")
+    if not HUB_ID.fullmatch(str(path)):
+        raise CheckpointError(f"{folder} does not exist")
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(HUB_PATTERNS)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        said = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{path} is no local folder, and fetching it from the hub failed: {said[0] if said else error!r}"
+        ) from error
+
+
+def stored_dtype(matched: rules.Matched) -> np.dtype:
+    """The dtype of most bytes of a model."""
+    total: dict[np.dtype, int] = {}
+    for source in matched.sources.values():
+        if source.path != "d2t":
+            total[source.tensor.dtype] = total.get(source.tensor.dtype, 0) + source.tensor.nbytes
+    return max(total, key=lambda dtype: total[dtype])
+
+
+def open_converted(folder: Path, part: str) -> Opened:
+    """The target or drafter of a converted folder. Raises CheckpointError where the folder has no such part."""
+    records = read_records(folder)
+    if part not in records:
+        raise CheckpointError(f"{folder} holds no {part}")
+    record = records[part]
+    try:
+        checkpoint.check(folder / part, record.config)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return Opened(folder, read_json(folder / HF_CONFIGS[part]), record.config, DTYPE_NAMES[record.dtype], record)
+
+
+def open_target(folder: Path) -> Opened:
+    """A target's folder, checked. Raises CheckpointError with everything that is wrong with it."""
+    if is_converted(folder):
+        return open_converted(folder, "target")
+    hf = read_json(folder / OURS)
+    cfg = target_config(hf)
+    shelf = open_shelf(folder)
+    embed = shelf.tensors.get("model.embed_tokens.weight")
+    if embed is not None and embed.shape:
+        cfg = dataclasses.replace(cfg, vocab_rows=max(cfg.vocab_size, embed.shape[0]))
+    head = shelf.tensors.get("lm_head.weight")
+    if cfg.tie_word_embeddings and embed and head and not rules.same_bytes(embed.view(), head.view()):
+        # As transformers 5 does: two different tables cannot be one.
+        warnings.warn(
+            f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding: not tied",
+            stacklevel=2,
+        )
+        cfg = dataclasses.replace(cfg, tie_word_embeddings=False)
+    matched = rules.match(shelf, cfg)
+    rules.check_values(matched, cfg)
+    return Opened(folder, hf, cfg, stored_dtype(matched), matched)
+
+
+def open_drafter(folder: Path, tokenizer: Path | None = None) -> Opened:
+    """A drafter's folder, checked. ``tokenizer``: the target's folder, for a mask token given by its text."""
+    if is_converted(folder):
+        return open_converted(folder, "drafter")
+    hf = read_json(folder / OURS)
+    cfg = drafter_config(hf, tokenizer)
+    matched = rules.match(open_shelf(folder), cfg, speculators=family_of(hf) == "speculators")
+    rules.check_values(matched, cfg)
+    return Opened(folder, hf, cfg, stored_dtype(matched), matched)
+
+
+def place(opened: Opened, dtype: np.dtype, mesh: Mesh) -> Params:
+    """Reads a model's parameters onto the mesh in ``dtype``, one tensor at a time."""
+    if isinstance(opened.found, Record):
+        part = "target" if isinstance(opened.cfg, TargetConfig) else "drafter"
+        return checkpoint.restore(opened.folder / part, opened.cfg, dtype, mesh)
+    specs = abstract(opened.cfg, dtype, mesh)
+    flat = {}
+    for path, source in opened.found.sources.items():
+        view, spec = source.view(), specs[path]
+        flat[path] = checkpoint.place(partial(piece, view, spec.dtype), spec)
+    return unflatten(flat, opened.cfg)
+
+
+def piece(view: NDArray, dtype: np.dtype, index: tuple[slice, ...]) -> NDArray:
+    """The part of a mapped tensor that one device holds, as memory of its own."""
+    return contiguous(view[index], dtype)
+
+
+def chosen_dtype(dtype: str | np.dtype | None, stored: np.dtype) -> np.dtype:
+    """None and "auto" keep the stored dtype. Raises CheckpointError for anything but float32, bfloat16 and float16."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return stored
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if name not in DTYPE_NAMES:
+        raise CheckpointError(f"dtype {name!r} is not one of auto, {', '.join(DTYPE_NAMES)}")
+    return DTYPE_NAMES[name]
+
+
+def tokenizer_folder(folder: Path) -> Path | None:
+    """``folder`` if it holds a tokenizer."""
+    return folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
+
+
+def load(
+    path: str | Path,
+    dtype: str | np.dtype | None = None,
+    mesh: Mesh | None = None,
+    drafter: str | Path | None = None,
+) -> Loaded:
+    """Opens a target and, if there is one, its drafter.
+
+    Args:
+        path: a Hugging Face folder, a hub id, or a converted folder. A converted folder's own drafter comes with it.
+        dtype: of both models; None or "auto" keeps the target's stored dtype.
+        mesh: where the parameters go; None is a mesh of one device.
+        drafter: a drafter of its own (z-lab or speculators folder, hub id, converted folder).
+
+    Raises:
+        CheckpointError: everything that is wrong with a folder or about which the two disagree, before weights move.
+
+    Warns:
+        UserWarning: what had to be guessed: absent target_layer_ids, a tied head that differs from the embedding.
+    """
+    folder = resolve(path)
+    opened = open_target(folder)
+    tokenizer = tokenizer_folder(folder)
+    paired: Opened | None = None
+    if drafter is not None:
+        paired = open_drafter(resolve(drafter), tokenizer)
+    elif isinstance(opened.found, Record) and "drafter" in read_records(folder):
+        paired = open_converted(folder, "drafter")
+    target_cfg = pair_up(opened, paired)
+
+    chosen = chosen_dtype(dtype, opened.dtype)
+    mesh = make_mesh() if mesh is None else mesh
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
+    return Loaded(
+        target=target_cfg,
+        drafter=paired.cfg if paired and isinstance(paired.cfg, DrafterConfig) else None,
+        target_params=place(opened, chosen, mesh),
+        drafter_params=place(paired, chosen, mesh) if paired else None,
+        tokenizer=tokenizer,
+        generation_config=generation,
+        eos_token_ids=eos_token_ids(opened.hf, generation),
+        dtype=chosen,
+        notes=opened.notes() + (paired.notes() if paired else ()),
+    )
+
+
+def pair_up(target: Opened, drafter: Opened | None) -> TargetConfig:
+    """The target's config with the drafter's taps. Raises CheckpointError with all that the two disagree about."""
+    assert isinstance(target.cfg, TargetConfig)
+    if drafter is None:
+        return target.cfg
+    assert isinstance(drafter.cfg, DrafterConfig)
+    try:
+        return pair(target.cfg, drafter.cfg)
+    except ValueError as error:
+        raise CheckpointError(f"{drafter.folder} with {target.folder}: {error}") from error
+
+
+def load_drafter(
+    path: str | Path,
+    dtype: str | np.dtype | None = None,
+    mesh: Mesh | None = None,
+    tokenizer: Path | None = None,
+) -> tuple[DrafterConfig, Params]:
+    """A drafter without its target: nothing is said about whether they fit. Arguments and errors as ``load``."""
+    opened = open_drafter(resolve(path), tokenizer)
+    assert isinstance(opened.cfg, DrafterConfig)
+    params = place(opened, chosen_dtype(dtype, opened.dtype), make_mesh() if mesh is None else mesh)
+    return opened.cfg, params
+
+
+def read_tensor(path: str | Path, name: str) -> NDArray:
+    """One tensor of a Hugging Face folder by its name, as stored.
+
+    Raises:
+        CheckpointError: the folder has no such tensor.
+    """
+    shelf = open_shelf(resolve(path))
+    if name not in shelf.tensors:
+        raise CheckpointError("; ".join([*shelf.faults, f"{path} has no tensor {name}"]))
+    return np.array(shelf.tensors[name].view())

@@ -1,0 +1,282 @@
+"""One table a family: Hugging Face name <-> parameter path <-> transform, read both ways.
+
+A transform only reshapes and transposes, so that loading is a view of the file and saving is exact. Torch linear
+weights are [out, in]; ours are [in, out] with heads apart.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convert.hf_config import CheckpointError
+from convert.tensors import DTYPES, Shelf, Tensor
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.params import Leaf, flatten, leaves_of
+
+Shape = tuple[int, ...]
+FLOATS = (DTYPES["F32"], DTYPES["BF16"], DTYPES["F16"])
+IDS = (DTYPES["I64"], DTYPES["I32"])
+
+
+@dataclass(frozen=True)
+class Transform:
+    """``load`` makes our array of a Hugging Face one (given our shape), ``save`` is its inverse; ``shape`` is HF's."""
+
+    shape: Callable[[Shape], Shape]
+    load: Callable[[NDArray, Shape], NDArray]
+    save: Callable[[NDArray], NDArray]
+
+
+SAME = Transform(lambda s: s, lambda w, s: w, lambda w: w)
+MATRIX = Transform(lambda s: (s[1], s[0]), lambda w, s: w.T, lambda w: w.T)
+# [N * H, D] <-> [D, N, H]
+HEADS = Transform(
+    lambda s: (s[1] * s[2], s[0]),
+    lambda w, s: w.reshape(s[1], s[2], s[0]).transpose(2, 0, 1),
+    lambda w: w.transpose(1, 2, 0).reshape(-1, w.shape[0]),
+)
+# [D, N * H] <-> [N, H, D]
+HEADS_OUT = Transform(
+    lambda s: (s[2], s[0] * s[1]),
+    lambda w, s: w.reshape(s[2], s[0], s[1]).transpose(1, 2, 0),
+    lambda w: w.transpose(2, 0, 1).reshape(w.shape[2], -1),
+)
+# [N * H] <-> [N, H]
+HEAD_BIAS = Transform(lambda s: (s[0] * s[1],), lambda w, s: w.reshape(s), lambda w: w.reshape(-1))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table; ``{}`` stands for the layer number in both names."""
+
+    hf: str
+    path: str
+    transform: Transform
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Tensors of a file that are left out: a pattern of names, and why (None: not worth saying)."""
+
+    pattern: str
+    reason: str | None
+
+
+def layer_rules(prefix: str) -> tuple[Rule, ...]:
+    """The decoder layer of Llama, Qwen2, Qwen3 and of DFlash drafters; a rule without a leaf in the model is idle."""
+    table = (
+        ("input_layernorm.weight", "input_norm", SAME),
+        ("post_attention_layernorm.weight", "post_norm", SAME),
+        ("self_attn.q_proj.weight", "q", HEADS),
+        ("self_attn.k_proj.weight", "k", HEADS),
+        ("self_attn.v_proj.weight", "v", HEADS),
+        ("self_attn.o_proj.weight", "o", HEADS_OUT),
+        ("self_attn.q_proj.bias", "q_bias", HEAD_BIAS),
+        ("self_attn.k_proj.bias", "k_bias", HEAD_BIAS),
+        ("self_attn.v_proj.bias", "v_bias", HEAD_BIAS),
+        ("self_attn.o_proj.bias", "o_bias", SAME),
+        ("self_attn.q_norm.weight", "q_norm", SAME),
+        ("self_attn.k_norm.weight", "k_norm", SAME),
+        ("mlp.gate_proj.weight", "gate", MATRIX),
+        ("mlp.up_proj.weight", "up", MATRIX),
+        ("mlp.down_proj.weight", "down", MATRIX),
+        ("mlp.gate_proj.bias", "gate_bias", SAME),
+        ("mlp.up_proj.bias", "up_bias", SAME),
+        ("mlp.down_proj.bias", "down_bias", SAME),
+    )
+    return tuple(Rule(f"{prefix}layers.{{}}.{hf}", f"layers.{{}}.{path}", how) for hf, path, how in table)
+
+
+DENSE = (
+    Rule("model.embed_tokens.weight", "embed", SAME),
+    Rule("model.norm.weight", "final_norm", SAME),
+    Rule("lm_head.weight", "head", SAME),
+    *layer_rules("model."),
+)
+DFLASH = (
+    Rule("fc.weight", "fc", MATRIX),
+    Rule("hidden_norm.weight", "hidden_norm", SAME),
+    Rule("norm.weight", "final_norm", SAME),
+    Rule("lm_head.weight", "head", SAME),
+    Rule("d2t", "d2t", SAME),
+    *layer_rules(""),
+)
+TABLES: Mapping[str, tuple[Rule, ...]] = {"llama": DENSE, "qwen2": DENSE, "qwen3": DENSE, "dflash": DFLASH}
+
+BUFFERS = Skip(r"(.*\.)?rotary_emb\.inv_freq", None)
+TIED_HEAD = Skip(r"lm_head\.weight", "the head is tied to the embedding (tie_word_embeddings), as the config says")
+DRAFTER_SKIPS = (
+    BUFFERS,
+    Skip(r"embed_tokens\.weight", "a frozen copy of the target's embedding"),
+    Skip(r"t2d", "follows from d2t"),
+    Skip(r"verifier_.*", "belongs to training"),
+)
+FULL_VOCABULARY_SKIPS = (
+    Skip(r"lm_head\.weight", "a frozen copy of the target's head"),
+    Skip(r"d2t", "the draft vocabulary is the whole one"),
+)
+# Other spellings of drafter names, tried in this order; each is met in the wild.
+ALIASES = (
+    (r"^model\.", ""),
+    (r"^encoder\.fc\.", "fc."),
+    (r"^encoder\.output_norm_enc\.", "hidden_norm."),
+    (r"^midlayer\.", "layers.0."),
+)
+FOREIGN = (
+    (r".*(attention_sink_bias|sinks|mask_embedding).*", "MiMo-style"),
+    (r".*(attention_conv|mlp_conv|predecessor_codebook|successor_codebook).*", "DFlash2"),
+    (r".*(markov_|confidence_head).*", "DSpark"),
+    (r".*(gru|prefix_gru)\..*", "Domino"),
+    (r"(embed_tokens|lm_head)\.weight", "own-embedding (Nemotron)"),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one parameter comes from: the tensor of the file, its rule, and the shape it takes here."""
+
+    path: str
+    tensor: Tensor
+    rule: Rule
+    leaf: Leaf
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.tensor.nbytes
+
+    def view(self) -> NDArray:
+        """The parameter in our layout, a view of the mapped file."""
+        return self.rule.transform.load(self.tensor.view(), self.leaf.shape)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A file seen as a model: the source of every parameter, and what was left out with the reason for it."""
+
+    sources: dict[str, Source]
+    skipped: dict[str, str | None]
+
+
+def rules_of(cfg: TargetConfig | DrafterConfig) -> dict[str, tuple[Rule, str, Leaf]]:
+    """{parameter path: (rule, Hugging Face name, leaf)} of a model, in the order of its declaration."""
+    table = TABLES[cfg.model_type if isinstance(cfg, TargetConfig) else "dflash"]
+    by_path = {rule.path: rule for rule in table}
+    found = {}
+    for path, leaf in flatten(leaves_of(cfg)).items():
+        layer = re.match(r"layers\.(\d+)\.", path)
+        number = layer.group(1) if layer else ""
+        rule = by_path[re.sub(r"^layers\.\d+\.", "layers.{}.", path)]
+        found[path] = (rule, rule.hf.format(number), leaf)
+    return found
+
+
+def skips_of(cfg: TargetConfig | DrafterConfig, speculators: bool) -> tuple[Skip, ...]:
+    """What a file of this model may hold beside its parameters."""
+    if isinstance(cfg, TargetConfig):
+        return (BUFFERS, TIED_HEAD) if cfg.tie_word_embeddings else (BUFFERS,)
+    if not speculators:
+        return (BUFFERS,)
+    return DRAFTER_SKIPS if cfg.own_head else DRAFTER_SKIPS + FULL_VOCABULARY_SKIPS
+
+
+def plain_name(name: str, cfg: TargetConfig | DrafterConfig) -> str:
+    """A drafter's tensor name without the prefixes that some exports add."""
+    if isinstance(cfg, TargetConfig):
+        return name
+    for pattern, replacement in ALIASES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def match(shelf: Shelf, cfg: TargetConfig | DrafterConfig, speculators: bool = False) -> Matched:
+    """Finds the tensor of every parameter.
+
+    Args:
+        shelf: the folder's tensors.
+        cfg: what they should be.
+        speculators: whether a drafter came from a speculators folder, which holds frozen copies and id maps.
+
+    Raises:
+        CheckpointError: all faults together: files, missing and unknown tensors, wrong shapes (with both shapes).
+    """
+    rules = rules_of(cfg)
+    skips = skips_of(cfg, speculators)
+    faults = list(shelf.faults)
+    there: dict[str, Tensor] = {}
+    for tensor in shelf:
+        name = plain_name(tensor.name, cfg)
+        if name in there:
+            faults.append(f"{there[name].name} and {tensor.name} are the same tensor")
+        there[name] = tensor
+
+    sources: dict[str, Source] = {}
+    missing = [name for _, name, _ in rules.values() if name not in there]
+    for path, (rule, name, leaf) in rules.items():
+        if name not in there:
+            continue
+        tensor = there.pop(name)
+        expected = rule.transform.shape(leaf.shape)
+        if tensor.shape != expected:
+            faults.append(f"wrong shape: {tensor.name} is {tensor.shape}, the config says {expected}")
+        elif tensor.dtype not in (IDS if path == "d2t" else FLOATS):
+            faults.append(f"wrong dtype: {tensor.name} is {tensor.dtype}")
+        sources[path] = Source(path, tensor, rule, leaf)
+    skipped: dict[str, str | None] = {}
+    unknown = []
+    for name, tensor in there.items():
+        skip = next((s for s in skips if re.fullmatch(s.pattern, name)), None)
+        if skip is None:
+            unknown.append(tensor.name)
+        else:
+            skipped[tensor.name] = skip.reason
+    if missing:
+        faults.append(f"missing tensors: {', '.join(missing)}")
+    if unknown:
+        relatives = {family for name in unknown for pattern, family in FOREIGN if re.fullmatch(pattern, name)}
+        hint = f" (as in {', '.join(sorted(relatives))} drafters)" if relatives else ""
+        faults.append(f"unknown tensors: {', '.join(unknown)}{hint}")
+    if faults:
+        raise CheckpointError(f"{shelf.folder} does not hold what its config says:\n  " + "\n  ".join(faults))
+    return Matched(sources, skipped)
+
+
+def all_zero(values: NDArray) -> bool:
+    """Whether every byte of an array is zero; stops at the first rows that are not."""
+    raw = values.reshape(-1).view(np.uint8)
+    return not any(raw[i : i + (1 << 20)].any() for i in range(0, raw.size, 1 << 20))
+
+
+def same_bytes(a: NDArray, b: NDArray) -> bool:
+    """Whether two arrays are equal byte for byte, compared in pieces."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    mine, other = a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8)
+    return all(np.array_equal(mine[i : i + (1 << 20)], other[i : i + (1 << 20)]) for i in range(0, mine.size, 1 << 20))
+
+
+def check_values(matched: Matched, cfg: TargetConfig | DrafterConfig) -> None:
+    """The faults that only values show.
+
+    Raises:
+        CheckpointError: an embedding or head that is all zeros, a d2t that leaves the target's vocabulary.
+    """
+    faults = []
+    for path in ("embed", "head"):
+        source = matched.sources.get(path)
+        if source is not None and all_zero(source.tensor.view()):
+            faults.append(f"{source.tensor.name} is all zeros")
+    if isinstance(cfg, DrafterConfig) and cfg.own_head:
+        ids = np.arange(cfg.draft_vocab_size, dtype=np.int64) + matched.sources["d2t"].view().astype(np.int64)
+        wrong = np.flatnonzero((ids < 0) | (ids >= cfg.vocab_size))
+        if wrong.size:
+            first = int(wrong[0])
+            faults.append(
+                f"d2t sends {wrong.size} draft ids out of the vocabulary of {cfg.vocab_size} "
+                f"(draft id {first} to {int(ids[first])})"
+            )
+    if faults:
+        raise CheckpointError("; ".join(faults))

@@ -1,0 +1,131 @@
+"""Paged K/V: the pool of one model, what a step may read of it, and the rows on their way into it.
+
+Both models' pools share page ids and lengths: a position that is valid in one is valid in the other. A
+rejected draft leaves no trace because its rows are never written.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh
+
+from dflash_jax.sharding import sharding_of
+from pallas_kernels import block_attention, inject_kv
+from pallas_kernels import resolve as resolve  # for what stands above this package
+from pallas_kernels.inject_kv import Finish
+
+
+class PagedKV(struct.PyTreeNode):
+    """The K/V pool of one model: per layer k and v [slots, G, H], token-major; slots = pages * page."""
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+    page: int = struct.field(pytree_node=False)
+
+    @property
+    def slots(self) -> int:
+        """Slots of the pool; also the sentinel slot that drops a row."""
+        return int(self.k[0].shape[0]) if self.k else 0
+
+
+class View(struct.PyTreeNode):
+    """What one step may read: the pool through a page table int32 [B, P], up to lengths int32 [B]."""
+
+    kv: PagedKV
+    table: Array
+    lengths: Array
+    kernels: str = struct.field(pytree_node=False)
+
+    def positions(self, block: int) -> Array:
+        """Absolute positions int32 [B, T] of a block that follows the cached tokens."""
+        return self.lengths[:, None] + jnp.arange(block, dtype=jnp.int32)
+
+
+class Rows(struct.PyTreeNode):
+    """K/V of a block, not yet in the pool.
+
+    kv: arrays [B, T, l, 2, G, H] whose l add up to the model's layers, in order: one write a group, so that a drafter
+    whose projection makes all layers at once injects them in one launch. finish: what the keys of every group still
+    need, with cos and sin [B, T, H / 2] (None: keys are normed and rotated).
+    """
+
+    kv: tuple[Array, ...]
+    finish: Finish | None = None
+
+
+def empty(layers: int, slots: int, page: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, mesh: Mesh) -> PagedKV:
+    """A zeroed pool of ``slots`` tokens on the mesh, heads split over its model axis."""
+    shape = (slots, kv_heads, head_dim)
+    place = sharding_of(("slots", "kv_heads", "head"), shape, mesh)
+
+    def pool() -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape, dtype, device=place) for _ in range(layers))
+
+    return PagedKV(k=pool(), v=pool(), page=page)
+
+
+def slots_of(kv: PagedKV, table: Array, positions: Array, keep: Array) -> Array:
+    """Slots int32 [B, T] of positions [B, T]; rows that are not kept (bool [B, T]) get the sentinel."""
+    column = jnp.clip(positions // kv.page, 0, table.shape[1] - 1)
+    slots = jnp.take_along_axis(table, column, axis=1) * kv.page + positions % kv.page
+    inside = keep & (positions < table.shape[1] * kv.page)
+    return jnp.where(inside, slots, kv.slots).astype(jnp.int32)
+
+
+def attend(
+    view: View,
+    layer: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    valid: Array,
+    causal: bool | Array,
+    window: int | None,
+) -> Array:
+    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own k, v [B, T, G, H]."""
+    return block_attention(
+        q,
+        k,
+        v,
+        view.kv.k[layer],
+        view.kv.v[layer],
+        view.table,
+        view.lengths,
+        valid,
+        positions,
+        page=view.kv.page,
+        causal=causal,
+        window=window,
+        implementation=view.kernels,
+    )
+
+
+def commit(cache: PagedKV, rows: Rows, slots: Array, kernels: str = "reference") -> PagedKV:
+    """Writes rows [B, T] to explicit slots int32 [B, T]; the sentinel ``cache.slots`` drops a row."""
+    flat = slots.reshape(-1)
+    k: list[Array] = []
+    v: list[Array] = []
+    for kv in rows.kv:
+        start, layers = len(k), kv.shape[2]
+        finish = rows.finish
+        if finish is not None:
+            finish = Finish(
+                finish.k_norm[start : start + layers],
+                finish.cos.reshape(flat.size, -1),
+                finish.sin.reshape(flat.size, -1),
+                finish.eps,
+            )
+        pages = list(zip(cache.k[start : start + layers], cache.v[start : start + layers], strict=True))
+        written = inject_kv(pages, kv.reshape(flat.size, *kv.shape[2:]), flat, finish, implementation=kernels)
+        k += [pair[0] for pair in written]
+        v += [pair[1] for pair in written]
+    return cache.replace(k=tuple(k), v=tuple(v))
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays of a pytree, over all devices once."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

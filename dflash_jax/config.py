@@ -1,0 +1,218 @@
+"""What a model is: frozen, hashable, validated values that jit takes as static arguments.
+
+Fields keep their Hugging Face names. Nothing here reads files (``convert.hf_config`` does) and nothing has a default
+that could hide a missing field of a checkpoint.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+LayerType = Literal["full_attention", "sliding_attention"]
+C = TypeVar("C", "TargetConfig", "DrafterConfig")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding over the full head (half-split pairs). ``None`` marks a parameter that ``rope_type`` lacks."""
+
+    rope_theta: float
+    rope_type: str = "default"
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type {self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
+        if self.rope_theta <= 0:
+            raise ValueError(f"rope_theta must be positive, got {self.rope_theta}")
+        needed = {
+            "default": (),
+            "linear": ("factor",),
+            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("factor", "original_max_position_embeddings"),
+        }[self.rope_type]
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(missing)}")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A dense decoder: Llama, Qwen2 / 2.5, Qwen3.
+
+    ``vocab_rows`` counts the rows of the embedding file, which may exceed ``vocab_size`` (padding): ids from
+    ``vocab_size`` on are never emitted. ``target_layer_ids`` are the layers whose output residual stream is tapped for
+    a drafter (0-based, in the drafter's order); a target on its own taps none.
+    """
+
+    model_type: str
+    vocab_size: int
+    vocab_rows: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    layer_types: tuple[LayerType, ...]
+    sliding_window: int | None
+    target_layer_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_attention(self)
+        if self.vocab_rows < self.vocab_size:
+            raise ValueError(f"the embedding has {self.vocab_rows} rows for vocab_size {self.vocab_size}")
+        check_layer_ids(self.target_layer_ids, self.num_hidden_layers)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, None for full attention."""
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash drafter (arXiv 2602.06036): no embedding and no head of its own unless ``draft_vocab_size`` is reduced.
+
+    ``target_layer_ids`` are the tapped target layers (0-based outputs), ``in_block_causal`` the rule of every drafter
+    layer inside the block. ``draft_vocab_size`` < ``vocab_size`` means an own head whose rows map to target ids by
+    ``d2t``. ``block_size`` counts the anchor: 16 means 15 drafts.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    attention_bias: bool
+    layer_types: tuple[LayerType, ...]
+    sliding_window: int | None
+    in_block_causal: tuple[bool, ...]
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+
+    def __post_init__(self) -> None:
+        check_attention(self)
+        if len(self.in_block_causal) != self.num_hidden_layers:
+            raise ValueError(
+                f"in_block_causal has {len(self.in_block_causal)} entries for {self.num_hidden_layers} layers"
+            )
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is not in 1 .. vocab_size {self.vocab_size}")
+        if not self.target_layer_ids:
+            raise ValueError("a DFlash drafter needs at least one of target_layer_ids")
+        check_layer_ids(self.target_layer_ids, self.num_target_layers)
+
+    @property
+    def own_head(self) -> bool:
+        """Whether drafts are scored by the drafter's own head over a reduced vocabulary."""
+        return self.draft_vocab_size < self.vocab_size
+
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, None for full attention."""
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+
+def check_attention(cfg: TargetConfig | DrafterConfig) -> None:
+    """Raises ValueError where the attention geometry of a config contradicts itself."""
+    if cfg.num_attention_heads % cfg.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {cfg.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {cfg.num_key_value_heads}"
+        )
+    if cfg.head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary pairs, got {cfg.head_dim}")
+    if len(cfg.layer_types) != cfg.num_hidden_layers:
+        raise ValueError(f"layer_types has {len(cfg.layer_types)} entries for {cfg.num_hidden_layers} layers")
+    unknown = sorted(set(cfg.layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types holds {', '.join(unknown)}; only full_attention and sliding_attention are known")
+    if "sliding_attention" in cfg.layer_types and not (cfg.sliding_window and cfg.sliding_window > 0):
+        raise ValueError(f"sliding_attention layers need a positive sliding_window, got {cfg.sliding_window}")
+
+
+def check_layer_ids(ids: tuple[int, ...], layers: int | None) -> None:
+    """Raises ValueError for duplicate, negative or too large ``target_layer_ids`` (``layers`` None: not known)."""
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"target_layer_ids {list(ids)} has duplicates")
+    wrong = [i for i in ids if i < 0 or (layers is not None and i >= layers)]
+    if wrong:
+        raise ValueError(f"target_layer_ids {wrong} lie outside the target's {layers} layers (0-based)")
+
+
+def pair(target: TargetConfig, drafter: DrafterConfig) -> TargetConfig:
+    """The target config that taps what ``drafter`` reads.
+
+    Raises:
+        ValueError: everything about which the two disagree, with both numbers.
+    """
+    faults = []
+    if drafter.num_target_layers is not None and drafter.num_target_layers != target.num_hidden_layers:
+        faults.append(
+            f"the drafter was made for a target of {drafter.num_target_layers} layers "
+            f"(num_target_layers), this target has {target.num_hidden_layers}"
+        )
+    if drafter.target_hidden_size != target.hidden_size:
+        faults.append(
+            f"the drafter reads features of width {drafter.target_hidden_size}, the target's are {target.hidden_size}"
+        )
+    if drafter.hidden_size != target.hidden_size:
+        faults.append(
+            f"the drafter's hidden_size {drafter.hidden_size} differs from the target's {target.hidden_size}, whose "
+            "embedding it shares"
+        )
+    if drafter.vocab_size not in (target.vocab_size, target.vocab_rows):
+        faults.append(f"the drafter's vocab_size is {drafter.vocab_size}, the target's {target.vocab_size}")
+    if not 0 <= drafter.mask_token_id < target.vocab_rows:
+        faults.append(
+            f"mask_token_id {drafter.mask_token_id} is not a row of the target's embedding ({target.vocab_rows} rows)"
+        )
+    outside = [i for i in drafter.target_layer_ids if i >= target.num_hidden_layers]
+    if outside:
+        faults.append(f"target_layer_ids {outside} lie outside the target's {target.num_hidden_layers} layers")
+    if faults:
+        raise ValueError("this drafter does not fit this target: " + "; ".join(faults))
+    return dataclasses.replace(target, target_layer_ids=drafter.target_layer_ids)
+
+
+def to_json(cfg: TargetConfig | DrafterConfig) -> dict[str, Any]:
+    """A config as plain JSON values."""
+    return dataclasses.asdict(cfg)
+
+
+def from_json(kind: type[C], data: dict[str, Any]) -> C:
+    """The inverse of ``to_json``. Raises ValueError naming unknown and missing fields together."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    unknown, missing = sorted(set(data) - names), sorted(required - set(data))
+    if unknown or missing:
+        raise ValueError(f"{kind.__name__}: unknown fields {unknown}, missing fields {missing}")
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    values["rope"] = RopeConfig(**data["rope"])
+    return kind(**values)

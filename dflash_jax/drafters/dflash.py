@@ -1,0 +1,101 @@
+"""DFlash: a block-diffusion drafter conditioned by KV injection (arXiv 2602.06036, section 4).
+
+Every committed token's target features are projected once, c = hidden_norm(fc f), and from there straight into the K/V
+of every drafter layer: that is ``extend``. ``draft`` feeds [anchor, MASK, ...] once; the block attends to the injected
+context and to itself, and slot k predicts the token at *its own* position. The block's K/V is never kept.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from dflash_jax.cache import Finish, Rows, View, attend
+from dflash_jax.config import DrafterConfig
+from dflash_jax.drafters.interface import Draw, TargetIO
+from dflash_jax.layers import linear, logits_of, rms_norm, rope_table
+from dflash_jax.targets.dense import cache_shape, feed_forward, heads_of
+
+Params = dict[str, Any]
+
+__all__ = ["block_hidden", "block_residuals", "cache_shape", "context_of", "draft", "extend", "with_block"]
+
+
+def with_block(cfg: DrafterConfig, block: int) -> DrafterConfig:
+    """The same drafter drafting blocks of ``block`` tokens, anchor included."""
+    return dataclasses.replace(cfg, block_size=block)
+
+
+def context_of(params: Params, cfg: DrafterConfig, features: Array) -> Array:
+    """Target features [B, T, K * Dt] -> c [B, T, D], shared by all layers."""
+    return rms_norm(linear(features, params["fc"]), params["hidden_norm"], cfg.rms_norm_eps)
+
+
+def extend(
+    params: Params,
+    target_io: TargetIO,
+    cfg: DrafterConfig,
+    features: Array,
+    tokens: Array,
+    valid: Array,
+    view: View,
+    carry: tuple[()],
+) -> tuple[Rows, tuple[()]]:
+    """KV injection: features [B, T, K * Dt] -> raw K/V of all layers in one matmul; norm and rotation on the way in.
+
+    The context skips the layers' input norms; its keys get k_norm and RoPE, its values nothing.
+    """
+    kv = linear(context_of(params, cfg, features), params["context_kv"], params.get("context_kv_bias"))
+    cos, sin = rope_table(cfg.rope, cfg.head_dim, view.positions(features.shape[1]))
+    return Rows(kv=(kv,), finish=Finish(params["context_k_norm"], cos, sin, cfg.rms_norm_eps)), carry
+
+
+def block_residuals(params: Params, cfg: DrafterConfig, x: Array, view: View) -> list[Array]:
+    """The residual stream [B, T, D] of an embedded block [B, T, D] behind the injected context, after every layer."""
+    rows, block = x.shape[:2]
+    positions = view.positions(block)
+    valid = jnp.full((rows,), block, jnp.int32)
+    cos, sin = rope_table(cfg.rope, cfg.head_dim, positions)
+    residuals = []
+    layers = zip(params["layers"], cfg.in_block_causal, cfg.windows(), strict=True)
+    for i, (layer, causal, window) in enumerate(layers):
+        q, k, v = heads_of(layer, cfg, rms_norm(x, layer["input_norm"], cfg.rms_norm_eps), cos, sin)
+        mixed = attend(view, i, q, k, v, positions, valid, causal, window)
+        x = feed_forward(layer, cfg, x + linear(mixed, layer["o"], layer.get("o_bias"), contract=2))
+        residuals.append(x)
+    return residuals
+
+
+def block_hidden(params: Params, cfg: DrafterConfig, x: Array, view: View) -> Array:
+    """Embedded block [B, T, D] behind the injected context -> [B, T, D] after the drafter's final norm."""
+    return rms_norm(block_residuals(params, cfg, x, view)[-1], params["final_norm"], cfg.rms_norm_eps)
+
+
+def scores_of(params: Params, target_io: TargetIO, cfg: DrafterConfig, hidden: Array) -> Array:
+    """Draft logits float32 [..., V]: the target's head, or the own head scattered to target ids through d2t."""
+    if not cfg.own_head:
+        return target_io.head(hidden)
+    ids = jnp.arange(cfg.draft_vocab_size) + params["d2t"]
+    logits = logits_of(hidden, params["head"])
+    full = jnp.full((*logits.shape[:-1], cfg.vocab_size), -jnp.inf, logits.dtype)
+    return full.at[..., ids].set(logits)
+
+
+def draft(
+    params: Params,
+    target_io: TargetIO,
+    cfg: DrafterConfig,
+    anchor: Array,
+    lengths: Array,
+    view: View,
+    carry: tuple[()],
+    draw: Draw,
+) -> Array:
+    """anchor int32 [B] at positions lengths [B] -> block int32 [B, cfg.block_size]. The context ends before it."""
+    masks = jnp.full((anchor.shape[0], cfg.block_size - 1), cfg.mask_token_id, anchor.dtype)
+    block = jnp.concatenate([anchor[:, None], masks], axis=1)
+    hidden = block_hidden(params, cfg, target_io.embed(block), view)
+    positions = view.positions(cfg.block_size)
+    drafts = draw(scores_of(params, target_io, cfg, hidden[:, 1:]), positions[:, 1:])
+    return jnp.concatenate([anchor[:, None], drafts], axis=1)

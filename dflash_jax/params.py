@@ -1,0 +1,273 @@
+"""Parameters as declared: one ``Leaf`` tree a model; shapes, placement, initial values and checkpoints derive from it.
+
+Checkpoints hold the plain layout of this declaration (separate q, k, v, gate, up). ``pack`` builds the layout that the
+forward passes read: q, k and v fused by KV-head group, so that one matmul serves all three and a split over devices
+keeps a group whole; gate and up as [D, 2, F].
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.sharding import sharding_of
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a model: its shape and the logical name of every axis."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"{len(self.shape)} dimensions {self.shape} with {len(self.axes)} axes {self.axes}")
+
+
+def attention_leaves(cfg: TargetConfig | DrafterConfig, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> Params:
+    """q [D, N, H], k and v [D, G, H], o [N, H, D]; biases and head norms where the model has them."""
+    dim, heads, kv_heads, head = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    leaves: Params = {
+        "q": Leaf((dim, heads, head), ("embed", "heads", "head")),
+        "k": Leaf((dim, kv_heads, head), ("embed", "kv_heads", "head")),
+        "v": Leaf((dim, kv_heads, head), ("embed", "kv_heads", "head")),
+        "o": Leaf((heads, head, dim), ("heads", "head", "embed")),
+    }
+    if qkv_bias:
+        leaves["q_bias"] = Leaf((heads, head), ("heads", "head"))
+        leaves["k_bias"] = Leaf((kv_heads, head), ("kv_heads", "head"))
+        leaves["v_bias"] = Leaf((kv_heads, head), ("kv_heads", "head"))
+    if o_bias:
+        leaves["o_bias"] = Leaf((dim,), ("embed",))
+    if qk_norm:
+        leaves["q_norm"] = Leaf((head,), ("head",))
+        leaves["k_norm"] = Leaf((head,), ("head",))
+    return leaves
+
+
+def mlp_leaves(cfg: TargetConfig | DrafterConfig, bias: bool) -> Params:
+    """gate and up [D, F], down [F, D]."""
+    dim, width = cfg.hidden_size, cfg.intermediate_size
+    leaves: Params = {
+        "gate": Leaf((dim, width), ("embed", "mlp")),
+        "up": Leaf((dim, width), ("embed", "mlp")),
+        "down": Leaf((width, dim), ("mlp", "embed")),
+    }
+    if bias:
+        leaves["gate_bias"] = Leaf((width,), ("mlp",))
+        leaves["up_bias"] = Leaf((width,), ("mlp",))
+        leaves["down_bias"] = Leaf((dim,), ("embed",))
+    return leaves
+
+
+def norm_leaves(cfg: TargetConfig | DrafterConfig) -> Params:
+    """The two norms of a decoder layer [D]."""
+    return {name: Leaf((cfg.hidden_size,), ("embed",)) for name in ("input_norm", "post_norm")}
+
+
+def target_leaves(cfg: TargetConfig) -> Params:
+    """The declaration of a dense target. embed and head are [V, D]; a tied target has no head."""
+    dim = cfg.hidden_size
+    layer = {
+        **norm_leaves(cfg),
+        **attention_leaves(cfg, cfg.qkv_bias, cfg.o_bias, cfg.qk_norm),
+        **mlp_leaves(cfg, cfg.mlp_bias),
+    }
+    table = Leaf((cfg.vocab_rows, dim), ("vocab", "embed"))
+    leaves = {
+        "embed": table,
+        "final_norm": Leaf((dim,), ("embed",)),
+        "layers": [dict(layer) for _ in range(cfg.num_hidden_layers)],
+    }
+    return leaves if cfg.tie_word_embeddings else {**leaves, "head": table}
+
+
+def drafter_leaves(cfg: DrafterConfig) -> Params:
+    """The declaration of a DFlash drafter. fc is [K * Dt, D]; head [Vd, D] and d2t [Vd] only with a reduced vocabulary.
+
+    d2t holds the *offset* of a draft id: target id = draft id + d2t[draft id] (int32).
+    """
+    dim = cfg.hidden_size
+    layer = {
+        **norm_leaves(cfg),
+        **attention_leaves(cfg, cfg.attention_bias, cfg.attention_bias, qk_norm=True),
+        **mlp_leaves(cfg, bias=False),
+    }
+    leaves = {
+        "fc": Leaf((len(cfg.target_layer_ids) * cfg.target_hidden_size, dim), ("taps", "embed")),
+        "hidden_norm": Leaf((dim,), ("embed",)),
+        "final_norm": Leaf((dim,), ("embed",)),
+        "layers": [dict(layer) for _ in range(cfg.num_hidden_layers)],
+    }
+    if cfg.own_head:
+        leaves["head"] = Leaf((cfg.draft_vocab_size, dim), ("vocab", "embed"))
+        leaves["d2t"] = Leaf((cfg.draft_vocab_size,), ("vocab",))
+    return leaves
+
+
+def leaves_of(cfg: TargetConfig | DrafterConfig) -> Params:
+    """The declaration of either kind of model."""
+    return target_leaves(cfg) if isinstance(cfg, TargetConfig) else drafter_leaves(cfg)
+
+
+def map_named(function: Callable[[str, Any], Any], tree: Any, prefix: str = "") -> Any:
+    """``function(dotted path, leaf)`` over a nested tree of dicts and lists."""
+    join = f"{prefix}." if prefix else ""
+    if isinstance(tree, Mapping):
+        return {name: map_named(function, sub, f"{join}{name}") for name, sub in tree.items()}
+    if isinstance(tree, list):
+        return [map_named(function, sub, f"{join}{i}") for i, sub in enumerate(tree)]
+    return function(prefix, tree)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """A nested tree as {dotted path: leaf}, e.g. ``layers.3.q``: the names of converted checkpoints."""
+    flat: dict[str, Any] = {}
+    map_named(flat.__setitem__, tree)
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any], cfg: TargetConfig | DrafterConfig) -> Params:
+    """The inverse of ``flatten`` for the declaration of ``cfg``. Raises ValueError listing all missing or unknown
+    names.
+    """
+    declared = flatten(leaves_of(cfg))
+    missing, unknown = sorted(set(declared) - set(flat)), sorted(set(flat) - set(declared))
+    if missing or unknown:
+        raise ValueError(f"parameters missing: {missing}; unknown: {unknown}")
+
+    tree: Params = map_named(lambda name, leaf: flat[name], leaves_of(cfg))
+    return tree
+
+
+def dtype_of(name: str, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of the parameter ``name`` in a model of ``dtype``: tables of ids stay integers."""
+    return jnp.dtype(jnp.int32) if name.split(".")[-1] == "d2t" else jnp.dtype(dtype)
+
+
+def abstract(cfg: TargetConfig | DrafterConfig, dtype: jnp.dtype, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Flat {path: ShapeDtypeStruct with its sharding}: what a restore or an init fills."""
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, dtype), sharding=sharding_of(leaf.axes, leaf.shape, mesh))
+        for name, leaf in flatten(leaves_of(cfg)).items()
+    }
+
+
+def init(cfg: TargetConfig | DrafterConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
+    """Random parameters on the mesh: norms one, biases zero, matrices normal with variance 1 / fan-in."""
+    flat = abstract(cfg, dtype, mesh)
+    if "d2t" in flat:
+        raise ValueError("a reduced draft vocabulary has no random initial value: its d2t comes from data")
+
+    keys = jax.random.split(key, len(flat))
+    made = {}
+    for key, (name, spec) in zip(keys, flat.items(), strict=True):
+        kind = name.split(".")[-1]
+        fan_in = cfg.hidden_size if kind in ("embed", "head", "q", "k", "v") else math.prod(spec.shape[:-1])
+        made[name] = random_leaf(kind, spec, fan_in, key)
+    return unflatten(made, cfg)
+
+
+@partial(jax.jit, static_argnames=("kind", "spec", "fan_in"))
+def random_leaf(kind: str, spec: jax.ShapeDtypeStruct, fan_in: int, key: Array) -> Array:
+    """One random parameter, made where it lives; layers share its compilation."""
+    if kind.endswith("norm"):
+        leaf = jnp.ones(spec.shape, spec.dtype)
+    elif kind.endswith("bias"):
+        leaf = jnp.zeros(spec.shape, spec.dtype)
+    else:
+        leaf = (jax.random.normal(key, spec.shape, jnp.float32) * fan_in**-0.5).astype(spec.dtype)
+    return lax.with_sharding_constraint(leaf, spec.sharding)
+
+
+def fuse_qkv(layer: Params, kv_heads: int, suffix: str = "") -> Array:
+    """q [.., N, H], k and v [.., G, H] -> [.., G, N/G + 2, H]: a KV head beside the query heads it serves."""
+    q, k, v = (layer[name + suffix] for name in "qkv")
+    grouped = q.reshape(*q.shape[:-2], kv_heads, -1, q.shape[-1])
+    return jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
+
+
+def pack_layer(layer: Params, kv_heads: int) -> Params:
+    """The runtime layout of one decoder layer."""
+    packed = {k: v for k, v in layer.items() if k not in PLAIN}
+    packed["qkv"] = fuse_qkv(layer, kv_heads)
+    packed["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=1)
+    if "q_bias" in layer:
+        packed["qkv_bias"] = fuse_qkv(layer, kv_heads, "_bias")
+    if "gate_bias" in layer:
+        packed["gate_up_bias"] = jnp.stack([layer["gate_bias"], layer["up_bias"]])
+    return packed
+
+
+def unpack_layer(packed: Params) -> Params:
+    """The inverse of ``pack_layer``, bit for bit."""
+    layer = {k: v for k, v in packed.items() if k not in FUSED}
+    for fused, suffix in (("qkv", ""), ("qkv_bias", "_bias")):
+        if fused in packed:
+            group = packed[fused]
+            layer[f"q{suffix}"] = group[..., :-2, :].reshape(*group.shape[:-3], -1, group.shape[-1])
+            layer[f"k{suffix}"], layer[f"v{suffix}"] = group[..., -2, :], group[..., -1, :]
+    layer["gate"], layer["up"] = packed["gate_up"][:, 0], packed["gate_up"][:, 1]
+    if "gate_up_bias" in packed:
+        layer["gate_bias"], layer["up_bias"] = packed["gate_up_bias"]
+    return layer
+
+
+PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias")
+FUSED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
+CONTEXT = ("context_kv", "context_kv_bias", "context_k_norm")
+# Logical axes of the arrays that only the packed layout has.
+PACKED_AXES = {
+    "qkv": ("embed", "kv_heads", "heads_of_group", "head"),
+    "qkv_bias": ("kv_heads", "heads_of_group", "head"),
+    "gate_up": ("embed", "kv", "mlp"),
+    "gate_up_bias": ("kv", "mlp"),
+    "context_kv": ("embed", "layers", "kv", "kv_heads", "head"),
+    "context_kv_bias": ("layers", "kv", "kv_heads", "head"),
+    "context_k_norm": ("layers", "head"),
+}
+
+
+def context_projection(layers: list[Params]) -> Params:
+    """K/V projection of all drafter layers as one array [D, L, 2, G, H]: KV injection is one matmul."""
+    stacked: Params = {
+        "context_kv": jnp.stack([jnp.stack([p["k"], p["v"]], axis=1) for p in layers], axis=1),
+        "context_k_norm": jnp.stack([p["k_norm"] for p in layers]),
+    }
+    if "k_bias" in layers[0]:
+        stacked["context_kv_bias"] = jnp.stack([jnp.stack([p["k_bias"], p["v_bias"]]) for p in layers])
+    return stacked
+
+
+def pack(params: Params, cfg: TargetConfig | DrafterConfig, mesh: Mesh) -> Params:
+    """Plain parameters -> the fused layout that the forward passes read, placed on ``mesh``."""
+
+    def build(params: Params) -> Params:
+        packed = {k: v for k, v in params.items() if k != "layers"}
+        packed["layers"] = [pack_layer(layer, cfg.num_key_value_heads) for layer in params["layers"]]
+        if isinstance(cfg, DrafterConfig):
+            packed |= context_projection(params["layers"])
+        return packed
+
+    declared = {name: leaf.axes for name, leaf in flatten(leaves_of(cfg)).items()}
+    shapes = flatten(jax.eval_shape(build, params))
+    axes = {name: declared.get(name) or PACKED_AXES[name.split(".")[-1]] for name in shapes}
+    place = {name: sharding_of(axes[name], shapes[name].shape, mesh) for name in shapes}
+    built: Params = build(params)
+    return map_named(lambda name, leaf: jax.device_put(leaf, place[name]), built)
+
+
+def unpack(packed: Params) -> Params:
+    """The inverse of ``pack``, bit for bit: for export."""
+    plain = {k: v for k, v in packed.items() if k not in CONTEXT}
+    return {**plain, "layers": [unpack_layer(layer) for layer in packed["layers"]]}

@@ -1,0 +1,271 @@
+"""The method. ``decode_step`` is one draft-verify cycle: draft, verify, accept, commit.
+
+``lengths`` is the only truth about what is in both caches: a rejected draft is a number that did not grow. A row's
+``anchor`` is its last token, drawn but not yet processed: it opens the next block. A block of one token is plain
+decoding.
+"""
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax import cache, drafters, sampling, targets, verify
+from dflash_jax.cache import PagedKV, View
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.drafters import TargetIO
+from dflash_jax.sampling import HostArray, RowSampling
+from dflash_jax.verify import Accept
+
+
+@dataclass(frozen=True)
+class Model:
+    """The static half of a model pair: configs, kernels' implementation, how many top logprobs a step returns."""
+
+    target: TargetConfig
+    drafter: DrafterConfig | None
+    kernels: str
+    top_logprobs: int = 0
+
+
+class ModelParams(struct.PyTreeNode):
+    """Packed parameters of target and drafter (None without one)."""
+
+    target: Any
+    drafter: Any = None
+
+
+class StepState(struct.PyTreeNode):
+    """What the device keeps between steps; donated to every step.
+
+    R row slots: lengths int32 [R] tokens in both caches, anchor int32 [R]; carry is the drafter's (DFlash: ()).
+    """
+
+    target: PagedKV
+    drafter: PagedKV | None
+    lengths: Array
+    anchor: Array
+    carry: Any = ()
+
+
+class StepInputs(struct.PyTreeNode):
+    """One decode step as the host plans it: numpy arrays.
+
+    rows int32 [B] row slots (R marks padding), table int32 [B, P] page ids, valid int32 [B] (0: padding), width int32
+    [B] how much of the block each row may use, 1 .. T, sampling.
+    """
+
+    rows: HostArray
+    table: HostArray
+    valid: HostArray
+    width: HostArray
+    sampling: RowSampling
+
+
+class PrefillInputs(struct.PyTreeNode):
+    """One chunk of prompt: tokens int32 [B, C] of which valid [B] exist, behind start [B] tokens already cached."""
+
+    rows: HostArray
+    table: HostArray
+    tokens: HostArray
+    start: HostArray
+    valid: HostArray
+    sampling: RowSampling
+
+
+class StepOutput(struct.PyTreeNode):
+    """tokens int32 [B, T], of which count int32 [B] are emitted; logprob float32 [B, T] under the plain softmax; finite
+    bool [B]; top_tokens and top_logprob [B, T, k] where the model asks for k top logprobs (else k = 0)."""
+
+    tokens: Array
+    count: Array
+    logprob: Array
+    finite: Array
+    top_tokens: Array
+    top_logprob: Array
+
+
+def new_state(model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, mesh: Mesh) -> StepState:
+    """Empty caches of ``pages`` pages of ``page`` tokens for both models, and ``rows`` idle rows."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def pool(implementation: Any, cfg: Any) -> PagedKV:
+        layers, kv_heads, head_dim = implementation.cache_shape(cfg)
+        return cache.empty(layers, pages * page, page, kv_heads, head_dim, dtype, mesh)
+
+    return StepState(
+        target=pool(targets.IMPLEMENTATIONS[type(model.target)], model.target),
+        drafter=None if model.drafter is None else pool(drafters.IMPLEMENTATIONS[type(model.drafter)], model.drafter),
+        lengths=jnp.zeros((rows,), jnp.int32, device=replicated),
+        anchor=jnp.zeros((rows,), jnp.int32, device=replicated),
+    )
+
+
+def block_of(model: Model, block_size: int | None) -> int:
+    """The block size to decode with: ``block_size``, or the drafter's trained size, or 1 without a drafter.
+
+    Raises ValueError for a block without a drafter; warns once above the trained size.
+    """
+    trained = model.drafter.block_size if model.drafter is not None else 1
+    if block_size is None:
+        return trained
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if model.drafter is None and block_size > 1:
+        raise ValueError(f"block_size {block_size} needs a drafter; without one only 1 exists")
+    if block_size > trained:
+        warnings.warn(f"block_size {block_size} is above the {trained} that the drafter was trained with", stacklevel=3)
+    return block_size
+
+
+@partial(jax.jit, static_argnames=("model", "block", "accept"), donate_argnames="state")
+def decode_step(
+    params: ModelParams,
+    model: Model,
+    block: int,
+    state: StepState,
+    inputs: StepInputs,
+    accept: Accept = verify.equality,
+) -> tuple[StepState, StepOutput]:
+    """Draft ``block`` tokens (the anchor included), verify them in one causal pass, keep the longest confirmed prefix
+    plus the target's next token. Emits count = accepted + 1 tokens a row."""
+    lengths = state.lengths.at[inputs.rows].get(mode="fill", fill_value=0)
+    anchor = state.anchor.at[inputs.rows].get(mode="fill", fill_value=0)
+    width = jnp.where(inputs.valid > 0, usable(model, block, lengths, inputs.width), 0)
+    view = View(state.target, inputs.table, lengths, model.kernels)
+    positions = view.positions(block)
+    target = targets.IMPLEMENTATIONS[type(model.target)]
+
+    tokens = draft(params, model, block, state, inputs, anchor, lengths)
+    hidden = target.forward(params.target, model.target, tokens, positions, width, view, True)
+    logits = target.head(params.target, model.target, hidden.final)
+    draws = sampling.draw(logits, inputs.sampling, positions + 1)
+
+    accepted = accept(tokens, draws, width)
+    count = jnp.where(width > 0, accepted + 1, 0)
+    emitted = jnp.arange(block) < count[:, None]
+    state = commit(params, model, state, inputs, hidden, tokens, positions, emitted, lengths)
+    last = jnp.take_along_axis(draws, accepted[:, None], axis=1)[:, 0]
+    state = advance(state, inputs.rows, lengths + count, last)
+    return state, output(model, logits, draws, count, emitted)
+
+
+@partial(jax.jit, static_argnames="model", donate_argnames="state")
+def prefill_step(
+    params: ModelParams, model: Model, state: StepState, inputs: PrefillInputs
+) -> tuple[StepState, StepOutput]:
+    """Process one chunk of each row's prompt for both models and draw the token after it.
+
+    The draw becomes the row's anchor; it is the first output token after the last chunk and meaningless before it.
+    """
+    view = View(state.target, inputs.table, inputs.start, model.kernels)
+    positions = view.positions(inputs.tokens.shape[1])
+    target = targets.IMPLEMENTATIONS[type(model.target)]
+
+    hidden = target.forward(params.target, model.target, inputs.tokens, positions, inputs.valid, view, True)
+    kept = jnp.arange(inputs.tokens.shape[1]) < inputs.valid[:, None]
+    state = commit(params, model, state, inputs, hidden, inputs.tokens, positions, kept, inputs.start)
+
+    last = jnp.maximum(inputs.valid - 1, 0)[:, None]
+    logits = target.head(params.target, model.target, jnp.take_along_axis(hidden.final, last[..., None], axis=1))
+    draws = sampling.draw(logits, inputs.sampling, jnp.take_along_axis(positions, last, axis=1) + 1)
+    state = advance(state, inputs.rows, inputs.start + inputs.valid, draws[:, 0])
+    count = jnp.minimum(inputs.valid, 1)
+    return state, output(model, logits, draws, count, count[:, None] > 0)
+
+
+def borrow(params: ModelParams, model: Model) -> TargetIO:
+    """The target's embedding and head, for a drafter."""
+    target = targets.IMPLEMENTATIONS[type(model.target)]
+    return TargetIO(
+        embed=partial(target.embed, params.target, model.target), head=partial(target.head, params.target, model.target)
+    )
+
+
+def usable(model: Model, block: int, lengths: Array, width: Array) -> Array:
+    """How much of a block each row may use, int32 [B]: what the host allows, 1 where the drafter's positions end."""
+    if model.drafter is not None:
+        width = jnp.where(lengths + block <= model.drafter.max_position_embeddings, width, 1)
+    return jnp.clip(width, 1, block)
+
+
+def draft(
+    params: ModelParams, model: Model, block: int, state: StepState, inputs: StepInputs, anchor: Array, lengths: Array
+) -> Array:
+    """The block int32 [B, T] to verify: the anchor alone for a block of one."""
+    if block == 1:
+        return anchor[:, None]
+    if model.drafter is None or state.drafter is None:
+        raise ValueError(f"a block of {block} tokens needs a drafter")
+    drafter = drafters.IMPLEMENTATIONS[type(model.drafter)]
+    cfg = drafter.with_block(model.drafter, block)
+    view = View(state.drafter, inputs.table, lengths, model.kernels)
+
+    def draw(logits: Array, positions: Array) -> Array:
+        # The verifier's own draw, noise and filters included: a drafter with the target's logits would always be right.
+        return sampling.draw(logits, inputs.sampling, positions)
+
+    return drafter.draft(params.drafter, borrow(params, model), cfg, anchor, lengths, view, state.carry, draw)
+
+
+def commit(
+    params: ModelParams,
+    model: Model,
+    state: StepState,
+    inputs: StepInputs | PrefillInputs,
+    hidden: targets.Hidden,
+    tokens: Array,
+    positions: Array,
+    keep: Array,
+    lengths: Array,
+) -> StepState:
+    """Write the kept rows (bool [B, T]) of both models to the same slots."""
+    slots = cache.slots_of(state.target, inputs.table, positions, keep)
+    written = state.replace(target=cache.commit(state.target, hidden.rows, slots, model.kernels))
+    if model.drafter is None or state.drafter is None:
+        return written
+    drafter = drafters.IMPLEMENTATIONS[type(model.drafter)]
+    view = View(state.drafter, inputs.table, lengths, model.kernels)
+    rows, carry = drafter.extend(
+        params.drafter,
+        borrow(params, model),
+        model.drafter,
+        hidden.features,
+        tokens,
+        keep.sum(axis=1),
+        view,
+        state.carry,
+    )
+    return written.replace(drafter=cache.commit(state.drafter, rows, slots, model.kernels), carry=carry)
+
+
+def advance(state: StepState, rows: Array, lengths: Array, anchor: Array) -> StepState:
+    """New lengths and anchors [B] of the step's rows; padding rows drop out."""
+    return state.replace(
+        lengths=state.lengths.at[rows].set(lengths, mode="drop"), anchor=state.anchor.at[rows].set(anchor, mode="drop")
+    )
+
+
+def output(model: Model, logits: Array, draws: Array, count: Array, emitted: Array) -> StepOutput:
+    """What the host gets of a step; ``finite`` judges the emitted positions (bool [B, T]) only."""
+    logprob, finite = sampling.log_probabilities(logits, draws)
+    k = model.top_logprobs
+    if k:
+        top, ids = jax.lax.top_k(logits, k)
+        top = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    else:
+        top, ids = jnp.zeros((*draws.shape, 0), jnp.float32), jnp.zeros((*draws.shape, 0), jnp.int32)
+    return StepOutput(
+        tokens=draws,
+        count=count,
+        logprob=logprob,
+        finite=(finite | ~emitted).all(axis=1),
+        top_tokens=ids,
+        top_logprob=top,
+    )

@@ -1,0 +1,49 @@
+"""Attention of a block of queries over paged K/V and over the dense block in hand: the op that reads the cache."""
+
+from collections.abc import Callable
+
+from jax import Array
+
+from pallas_kernels.block_attention import reference
+
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"reference": reference.block_attention}
+
+
+def block_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    k_pages: Array,
+    v_pages: Array,
+    table: Array,
+    lengths: Array,
+    valid: Array,
+    positions: Array,
+    *,
+    page: int,
+    causal: bool | Array,
+    window: int | None = None,
+    implementation: str,
+) -> Array:
+    """softmax(q [K_pages ; k]^T / sqrt(H) + mask) [V_pages ; v], grouped-query, softmax in float32.
+
+    Args:
+        q: [B, T, N, H] queries of the block.
+        k, v: [B, T, G, H] keys and values of the same block, not yet in the pages; N is a multiple of G.
+        k_pages, v_pages: [slots, G, H] the pool, token-major; slot = page id * page + offset.
+        table: int32 [B, P] page ids of each row in order; entries past the row's pages may be anything.
+        lengths: int32 [B] tokens of each row in the pages; what lies behind them is never looked at (it may be NaN).
+        valid: int32 [B] leading block rows that exist; keys behind them are masked, queries behind them give noise.
+        positions: int32 [B, T] absolute positions of the block rows.
+        page: tokens a page.
+        causal: the rule inside the block: True (key position <= query position), False (every row sees every row), or a
+            bool [T, T] mask (query, key) for trees.
+        window: sliding window W counting the current token: a key at t is visible to a query at s only if t > s - W.
+        implementation: a key of ``IMPLEMENTATIONS``.
+
+    Returns:
+        [B, T, N, H] in q's dtype. Queries that see nothing give zeros.
+    """
+    return IMPLEMENTATIONS[implementation](
+        q, k, v, k_pages, v_pages, table, lengths, valid, positions, page=page, causal=causal, window=window
+    )

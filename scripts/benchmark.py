@@ -1,0 +1,239 @@
+"""Measurements: every figure of speed in the README is a command of this file, with its baseline in the same run."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dflash_jax.cache import bytes_of
+from serving import LLM, Completion, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+DRAFTER = ROOT / "models" / "smollm2-dflash"
+PROMPTS = ROOT / "scripts" / "prompts"
+
+# How the published DFlash numbers wrap a bare task.
+WRAPPINGS = {
+    "gsm8k_test": "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+    "humaneval": "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\n{}\n```",
+    "mt_bench": "{}",
+}
+
+T = TypeVar("T")
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+compilations = 0
+
+
+def count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+    """Listens to JAX's own timing events."""
+    global compilations
+    compilations += event == "/jax/core/compile/backend_compile_duration"
+
+
+def compiled(run: Callable[[], T]) -> T:
+    """The result of a run in which nothing was compiled: repeats one that had to wait for XLA."""
+    while True:
+        before = compilations
+        result = run()
+        if compilations == before:
+            return result
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer: decoding only, from the first token's arrival to the last one's."""
+
+    completion: Completion
+    seconds: float
+
+    @property
+    def rounds(self) -> int:
+        """Steps taken; plain decoding takes one a token."""
+        return len(self.completion.acceptance_lengths)
+
+
+def decode(llm: LLM, content: str, max_tokens: int) -> Sample:
+    """Answer one user message greedily, against the clock."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    chunks = iter(llm.stream([{"role": "user", "content": content}], params))
+    last = next(chunks)
+    start = time.perf_counter()
+    for chunk in chunks:
+        last = chunk
+    seconds = time.perf_counter() - start
+    assert last.completion is not None
+    return Sample(last.completion, seconds)
+
+
+def bandwidth_of_device() -> float:
+    """Bytes moved per second, what a byte floor is made of: the better of a copy (read + written) and a sum (read)."""
+    size = (256 if jax.default_backend() == "cpu" else 4096) * 2**20 // 4
+    x = jax.random.normal(jax.random.key(0), (size,), jnp.float32)
+    return max(2 * x.nbytes / seconds_of(jax.jit(lambda x: x + 1), x), x.nbytes / seconds_of(jax.jit(jnp.sum), x))
+
+
+def seconds_of(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Median seconds of ten calls, after one that compiles."""
+    jax.block_until_ready(function(x))
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(function(x))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a prompt set at a block size (1: plain)."""
+
+    prompts: str
+    count: int
+    block_size: int
+    acceptance_length: float
+    authors: float | None
+    tokens_per_second: float
+    ms_per_step: float
+    floor_ms: float
+    identical: int
+
+
+def floor_bytes(llm: LLM, block: int) -> int:
+    """Bytes that one step must read: the target's weights once and, when drafting, the drafter's and the head again."""
+    runner = llm.engine.runner
+    target = bytes_of(runner.params.target)
+    if block == 1:
+        return target
+    head = runner.params.target["embed" if runner.model.target.tie_word_embeddings else "head"]
+    return target + bytes_of(runner.params.drafter) + head.nbytes
+
+
+def summary(
+    name: str, block: int, samples: list[Sample], plain: list[Sample], authors: float | None, floor_ms: float
+) -> Row:
+    """Totals of one prompt set; the acceptance length is the mean over samples of each sample's mean."""
+    seconds = sum(s.seconds for s in samples)
+    same = sum(s.completion.token_ids == p.completion.token_ids for s, p in zip(samples, plain, strict=True))
+    return Row(
+        prompts=name,
+        count=len(samples),
+        block_size=block,
+        acceptance_length=statistics.mean(s.completion.acceptance_length for s in samples),
+        authors=authors,
+        tokens_per_second=sum(s.completion.output_tokens - 1 for s in samples) / seconds,
+        ms_per_step=1e3 * seconds / sum(s.rounds for s in samples),
+        floor_ms=floor_ms,
+        identical=same,
+    )
+
+
+def prompt_rows(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """(id, wrapped prompt) of a set."""
+    for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        yield row["id"], WRAPPINGS[name].format(row["turns"][0])
+
+
+def authors_tau(records: list[dict[str, Any]], name: str, block: int, ids: list[str]) -> float | None:
+    """The published loop's acceptance length on exactly these prompts, None where it was not recorded."""
+    means = {r["id"]: statistics.mean(r["acc"]) for r in records if r["set"] == name and r["B"] == block}
+    return statistics.mean(means[i] for i in ids) if all(i in means for i in ids) else None
+
+
+def show(rows: list[Row], bandwidth: float, device: str) -> None:
+    """Print the table."""
+    table = Table(title=f"{device}, bandwidth {bandwidth / 1e9:,.0f} GB/s, one request at a time, greedy")
+    for header in (
+        "prompts",
+        "n",
+        "block",
+        "accept. length",
+        "authors'",
+        "tokens/s",
+        "speed-up",
+        "ms/step",
+        "floor",
+        "ratio",
+        "same ids",
+    ):
+        table.add_column(header, justify="right" if header != "prompts" else "left")
+    plain: dict[str, float] = {}
+    for row in rows:
+        if row.block_size == 1:
+            plain[row.prompts] = row.tokens_per_second
+        table.add_row(
+            row.prompts,
+            str(row.count),
+            "plain" if row.block_size == 1 else str(row.block_size),
+            f"{row.acceptance_length:.2f}",
+            "" if row.authors is None else f"{row.authors:.2f}",
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.tokens_per_second / plain[row.prompts]:.2f}",
+            f"{row.ms_per_step:.2f}",
+            f"{row.floor_ms:.3f}",
+            f"{row.ms_per_step / row.floor_ms:.1f}",
+            f"{row.identical}/{row.count}",
+        )
+    console.print(table)
+
+
+@app.callback()
+def main() -> None:
+    """Measure on the device in use."""
+    jax.monitoring.register_event_duration_secs_listener(count_compilation)
+
+
+@app.command()
+def pair(
+    target: Annotated[Path, typer.Option(help="folder of SmolLM2-135M-Instruct, Hugging Face or converted")],
+    drafter: Annotated[Path, typer.Option(help="its drafter")] = DRAFTER,
+    block_size: Annotated[list[int] | None, typer.Option(min=2, help="repeatable; default 16 and 8")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
+    max_tokens: Annotated[int, typer.Option(min=2)] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first prompts of each set")] = None,
+    prompts: Annotated[Path, typer.Option(help="folder with the prompt sets")] = PROMPTS,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
+) -> None:
+    """Plain decoding and DFlash on real prompts: tokens/s, acceptance length beside the authors', ms a step, floor."""
+    records = json.loads((drafter / "acceptance.json").read_text(encoding="utf-8"))["rows"]
+    engines = {1: LLM(target, dtype=dtype, max_num_seqs=1)} | {
+        block: LLM(target, drafter, dtype=dtype, block_size=block, max_num_seqs=1) for block in block_size or (16, 8)
+    }
+    bandwidth = bandwidth_of_device()
+    rows = []
+    for name in WRAPPINGS:
+        texts = dict(list(prompt_rows(prompts, name))[:limit])
+        plain: dict[str, Sample] = {}
+        for block, llm in engines.items():
+            recorded = [i for i in texts if authors_tau(records, name, block, [i]) is not None]
+            ids = recorded or list(texts)
+            samples = [
+                compiled(partial(decode, llm, texts[i], max_tokens))
+                for i in track(ids, f"{name}, block {block}", console=console, transient=True)
+            ]
+            if block == 1:
+                plain = dict(zip(ids, samples, strict=True))
+            tau = authors_tau(records, name, block, ids)
+            floor_ms = 1e3 * floor_bytes(llm, block) / bandwidth
+            rows.append(summary(name, block, samples, [plain[i] for i in ids], tau, floor_ms))
+    show(rows, bandwidth, jax.devices()[0].device_kind)
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()

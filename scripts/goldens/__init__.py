@@ -1,0 +1,1 @@
+"""Golden cases and how each kind of them is run: the parts of ``check_goldens``."""

@@ -1,0 +1,177 @@
+"""LLM: a target, perhaps with a drafter, that answers prompts."""
+
+import dataclasses
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from convert.load import load
+from dflash_jax.generate import row_key
+from dflash_jax.sharding import make_mesh
+from dflash_jax.step import block_of
+from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.request import Chunk, Completion, Request, SamplingParams
+from serving.runner import Runner
+from serving.tokenizer import IncrementalText, Prompt, Tokenizer, is_messages, token_ids
+
+Prompts = Prompt | Sequence[Prompt]
+
+
+class LLM:
+    """Loads a target and answers prompts; with a drafter the same tokens come faster.
+
+    Args:
+        target: a Hugging Face folder, a hub id, or a folder written by ``python -m convert`` (which may hold a
+        drafter). drafter: a DFlash drafter in the same forms. tokenizer: a tokenizer folder, where the target's own has
+        none. options: the fields of ``EngineConfig``.
+
+    Raises:
+        ValueError: anything about the files, the pair or the options that does not fit, before weights are placed.
+        TypeError: an unknown option.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        tokenizer: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig(**options)
+        mesh = make_mesh(model=self.config.tensor_parallel_size)
+        dtype = None if self.config.dtype == "auto" else self.config.dtype
+        loaded = load(target, dtype=dtype, mesh=mesh, drafter=drafter)
+        positions = loaded.target.max_position_embeddings
+        self.max_model_len = self.config.max_model_len or positions
+        if self.max_model_len > positions:
+            raise ValueError(f"max_model_len {self.max_model_len} exceeds the target's {positions} positions")
+        self.vocab_rows, self.eos_token_ids = loaded.target.vocab_rows, loaded.eos_token_ids
+        self.generation_config = dict(loaded.generation_config)
+        folder = loaded.tokenizer if tokenizer is None else Path(tokenizer)
+        self.tokenizer = None if folder is None else Tokenizer(folder)
+        runner = Runner(loaded, mesh, self.config.kernels, self.config.page_size, self.config.prefill_chunk)
+        self.block_size = block_of(runner.model, self.config.block_size)
+        self.engine = Engine(runner, self.block_size, self.config.max_num_seqs)
+        device = mesh.devices.flat[0]
+        print(
+            f"{loaded.target.model_type} target, {'DFlash drafter' if loaded.drafter else 'no drafter'}, block "
+            f"{self.block_size}, {loaded.dtype}, kernels {runner.model.kernels}, {mesh.size} x {device.device_kind}",
+            file=sys.stderr,
+        )
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams from generation_config.json, as vLLM takes them; greedy is ``do_sample: false``."""
+        names = ("temperature", "top_p", "top_k", "min_p")
+        given = {name: self.generation_config[name] for name in names if self.generation_config.get(name) is not None}
+        if self.generation_config.get("do_sample") is False:
+            given["temperature"] = 0.0
+        return SamplingParams(max_tokens=None, **given)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Answers in the order of the prompts, the n samples of a prompt side by side.
+
+        Args:
+            prompts: one prompt or a list of them; a prompt is a text, a list of token ids or a list of messages.
+            params: for all prompts or one a prompt; default: ``default_sampling_params()``.
+            chat_template_kwargs: passed to the chat template (``enable_thinking=False``, ...).
+            progress: a progress bar; default: when stderr is a terminal and there is more than one request.
+
+        A prompt that cannot be answered (empty, too long) gives a Completion with ``error``; the others are answered.
+        """
+        requests = self.requests(prompts, params, chat_template_kwargs)
+        shown = progress if progress is not None else sys.stderr.isatty() and len(requests) > 1
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+            task = bar.add_task("requests", total=len(requests))
+            for request in self.engine.run(requests):
+                if request.finished:
+                    rate = sum(len(r.output) for r in requests) / max(bar.tasks[0].elapsed or 0, 1e-9)
+                    bar.update(task, advance=1, description=f"{rate:,.0f} tokens/s")
+        return [request.completion() for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Chunk]:
+        """As ``generate``, yielding text and ids as they come; a sample's last chunk carries its Completion."""
+        for request in self.engine.run(self.requests(prompts, params, chat_template_kwargs)):
+            yield request.chunk()
+
+    def requests(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> list[Request]:
+        """One Request a sample; those that cannot run have already failed."""
+        listed: list[Any] = [prompts] if is_single(prompts) else list(prompts)
+        each = [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(listed):
+            raise ValueError(f"{len(each)} SamplingParams for {len(listed)} prompts")
+        seed = secrets.randbits(64) if self.config.seed is None else self.config.seed
+        made = []
+        for index, (prompt, wanted) in enumerate(zip(listed, each, strict=True)):
+            chosen = wanted or self.default_sampling_params()
+            if chosen.stop and self.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer, and this target has none; stop_token_ids work without")
+            ids = self.encode(prompt, chat_template_kwargs or {})
+            for sample in range(chosen.n):
+                key = row_key(f"{seed}/{index}" if chosen.seed is None else chosen.seed, sample)
+                made.append(self.request(index, sample, ids, chosen, key))
+        return made
+
+    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Token ids of a prompt of any kind."""
+        if self.tokenizer is not None:
+            return self.tokenizer.encode(prompt, chat_template_kwargs)
+        if isinstance(prompt, str) or is_messages(prompt):
+            raise ValueError("text and messages need a tokenizer, and this target has none; pass token ids")
+        return token_ids(prompt)
+
+    def request(
+        self, index: int, sample: int, ids: tuple[int, ...], params: SamplingParams, key: tuple[int, int]
+    ) -> Request:
+        """One Request, failed where its prompt cannot be continued."""
+        room = self.max_model_len - len(ids)
+        request = Request(
+            index=index,
+            sample=sample,
+            prompt=ids,
+            params=dataclasses.replace(params, n=1) if params.n > 1 else params,
+            key=key,
+            limit=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {*self.eos_token_ids}),
+            detokenizer=None if self.tokenizer is None else IncrementalText(self.tokenizer),
+        )
+        if not ids:
+            request.fail("the prompt is empty")
+        elif room < 1:
+            request.fail(
+                f"the prompt has {len(ids)} tokens; max_model_len {self.max_model_len} leaves no room for output"
+            )
+        elif min(ids) < 0 or max(ids) >= self.vocab_rows:
+            request.fail(f"the prompt has ids outside 0 .. {self.vocab_rows - 1}: {min(ids)} .. {max(ids)}")
+        return request
+
+
+def is_single(prompts: Prompts) -> bool:
+    """Whether ``prompts`` is one prompt: a text, messages or ids, not a list of such."""
+    return isinstance(prompts, str) or is_messages(prompts) or (len(prompts) > 0 and isinstance(prompts[0], Integral))

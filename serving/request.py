@@ -1,0 +1,231 @@
+"""A request on the host: what was asked, what has come, when it ends. Pure Python; it never sees an array."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+MAX_LOGPROBS = 20
+GREEDY = 1e-5  # temperatures below it mean argmax, as in vLLM
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt; names and meanings are vLLM's, and what is not listed here is not supported and raises.
+
+    n samples a prompt; temperature 0 is greedy; top_k 0 or -1 is off; max_tokens None means up to the context's end;
+    stop strings are cut from the text, stop_token_ids and end-of-sequence ids stay in token_ids; ignore_eos keeps going
+    past the latter; seed fixes the noise; logprobs k returns the log-probability of each token and of the k likeliest
+    (0: only its own).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.temperature < GREEDY:
+            if self.temperature < 0:
+                raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+            object.__setattr__(self, "temperature", 0.0)
+        checks = {
+            "n must be at least 1": (self.n, self.n >= 1),
+            "temperature must be a finite number": (self.temperature, self.temperature < float("inf")),
+            "top_p must be in (0, 1]": (self.top_p, 0 < self.top_p <= 1),
+            "top_k must be -1, 0 or at least 1": (self.top_k, self.top_k >= -1),
+            "min_p must be in [0, 1]": (self.min_p, 0 <= self.min_p <= 1),
+            "max_tokens must be at least 1": (self.max_tokens, self.max_tokens is None or self.max_tokens >= 1),
+            "stop must hold non-empty strings": (stop, all(isinstance(s, str) and s for s in stop)),
+            f"logprobs must be in 0 .. {MAX_LOGPROBS}": (
+                self.logprobs,
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            ),
+        }
+        for rule, (value, holds) in checks.items():
+            if not holds:
+                raise ValueError(f"{rule}, got {value!r}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 at temperature 0: {self.n} greedy samples would be equal")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one sample of one prompt.
+
+    index: of the prompt in the call; sample: 0 .. n - 1. text ends before a stop string or stop token; token_ids keep
+    the stop token. stop_reason: the stop string or id that ended it. acceptance_lengths: accepted drafts + 1 of each
+    round, uncut; acceptance_length: their mean (1.0 without a round). acceptance_histogram[i]: rounds that accepted at
+    least i + 1 drafts, over ``len(acceptance_lengths)`` rounds. logprobs: per token {id: log-probability}, its own
+    first. error: why this item alone failed.
+    """
+
+    index: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    prompt_tokens: int
+    acceptance_lengths: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...] | None
+    error: str | None
+
+    @property
+    def output_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.token_ids)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a round."""
+        rounds = self.acceptance_lengths
+        return sum(rounds) / len(rounds) if rounds else 1.0
+
+    @property
+    def acceptance_histogram(self) -> tuple[int, ...]:
+        """Rounds that accepted the draft at each position 1, 2, ..."""
+        return tuple(
+            sum(n > i for n in self.acceptance_lengths) for i in range(1, max(self.acceptance_lengths, default=1))
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a stream yields: new text and ids of one sample; ``completion`` is set on its last chunk."""
+
+    index: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    completion: Completion | None = None
+
+
+class Detokenizer(Protocol):
+    """Text of ids that come one by one."""
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this id, perhaps none."""
+
+    def flush(self) -> str:
+        """The text still held back."""
+
+
+@dataclass
+class Request:
+    """One sample of one prompt while it runs.
+
+    limit: most output tokens, from max_tokens and the context's end. stop_ids: ids that end it. detokenizer None: no
+    tokenizer, so no text. It ends by itself in ``accept`` (stop, length) or by ``fail``.
+    """
+
+    index: int
+    sample: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    key: tuple[int, int]
+    limit: int
+    stop_ids: frozenset[int]
+    detokenizer: Detokenizer | None
+    output: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    acceptance_lengths: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    streamed_text: int = 0
+    streamed_ids: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will be accepted."""
+        return self.finish_reason is not None
+
+    def accept(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float]]) -> None:
+        """Take tokens in order until one ends the request; the rest is dropped, as if decoding had gone one by one."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if self.finished:
+                return
+            self.output.append(token)
+            self.logprobs.append(logprob)
+            if token in self.stop_ids:
+                self.finish(FinishReason.STOP, token)
+                return
+            self.extend_text(self.detokenizer.push(token) if self.detokenizer else "")
+            if not self.finished and len(self.output) >= self.limit:
+                self.finish(FinishReason.LENGTH, None)
+
+    def extend_text(self, piece: str) -> None:
+        """Append text and end at the first stop string that it completes."""
+        searched = len(self.text) - max((len(s) for s in self.params.stop), default=1) + 1
+        self.text += piece
+        hits = [(at, s) for s in self.params.stop if (at := self.text.find(s, max(searched, 0))) >= 0]
+        if hits and not self.finished:
+            at, string = min(hits)
+            self.text = self.text[:at]
+            self.finish_reason, self.stop_reason = FinishReason.STOP, string
+
+    def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
+        """End the request; text still held back by the detokenizer may yet complete a stop string."""
+        if self.detokenizer:
+            self.extend_text(self.detokenizer.flush())
+        if not self.finished:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def fail(self, error: str) -> None:
+        """End the request with an error; what was computed stays."""
+        self.finish_reason, self.error = FinishReason.ERROR, error
+
+    def chunk(self) -> Chunk:
+        """What is new since the last chunk; text that may be the start of a stop string waits."""
+        held = 0 if self.finished else max((overlap(self.text, s) for s in self.params.stop), default=0)
+        end = len(self.text) - held
+        chunk = Chunk(
+            index=self.index,
+            sample=self.sample,
+            text=self.text[self.streamed_text : end],
+            token_ids=tuple(self.output[self.streamed_ids :]),
+            completion=self.completion() if self.finished else None,
+        )
+        self.streamed_text, self.streamed_ids = max(end, self.streamed_text), len(self.output)
+        return chunk
+
+    def completion(self) -> Completion:
+        """The finished answer."""
+        assert self.finish_reason is not None, "the request is still running"
+        return Completion(
+            index=self.index,
+            sample=self.sample,
+            text=self.text,
+            token_ids=tuple(self.output),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            prompt_tokens=len(self.prompt),
+            acceptance_lengths=tuple(self.acceptance_lengths),
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            error=self.error,
+        )
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest proper start of ``stop`` that ``text`` ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

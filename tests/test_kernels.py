@@ -1,0 +1,180 @@
+"""Both kernels against float64, every implementation: interpreted on a CPU, compiled on a GPU."""
+
+from dataclasses import dataclass
+
+import float64
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pallas_kernels import backend, block_attention, inject_kv, resolve
+from pallas_kernels.block_attention import IMPLEMENTATIONS as ATTENTION
+from pallas_kernels.inject_kv import IMPLEMENTATIONS as INJECT
+from pallas_kernels.inject_kv import Finish
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of several lengths; ``causal`` True, False or "tree" (a given mask), ``window`` None or a width."""
+
+    block: int
+    lengths: tuple[int, ...]
+    kv_heads: int = 2
+    share: int = 2
+    head_dim: int = 64
+    page: int = 16
+    causal: bool | str = True
+    window: int | None = None
+    valid: tuple[int, ...] | None = None
+    dtype: str = "float32"
+
+
+CASES = [
+    Case(1, (0, 1, 33)),
+    Case(1, (5, 64), share=8, page=64, kv_heads=1),
+    Case(2, (15, 16, 17), share=1, head_dim=80),
+    Case(3, (40, 7), causal=False, page=8),
+    Case(4, (9, 0, 31), causal="tree", share=4),
+    Case(5, (6, 20), window=4, head_dim=80, page=8),
+    Case(7, (0, 12), causal=False, window=5, page=8),
+    Case(8, (30, 3, 0), valid=(8, 5, 0)),
+    Case(8, (50, 1), causal=False, valid=(6, 8), share=3, kv_heads=3),
+    Case(11, (64, 63), page=64, share=8, kv_heads=1, window=40),
+    Case(16, (100, 0, 17, 16), share=5, kv_heads=1, page=16),
+    Case(16, (70,), causal=False, window=16, head_dim=80, page=8, valid=(15,)),
+    Case(16, (33, 80), causal="tree", page=64, valid=(16, 9)),
+    Case(16, (33, 80), dtype="bfloat16", share=8, kv_heads=1),
+    Case(32, (0, 64), page=16, valid=(32, 20)),
+]
+
+
+def pools(case: Case, rng: np.random.Generator) -> tuple[list[NDArray], NDArray, list[NDArray]]:
+    """K and V pools whose only numbers are the rows' own: NaN in unwritten slots and in pages of no row."""
+    rows, most = len(case.lengths), max(1, -(-max(case.lengths) // case.page)) + 1
+    order = rng.permutation(rows * most + 3)
+    table = order[: rows * most].reshape(rows, most).astype(np.int32)
+    pool = [np.full((order.size * case.page, case.kv_heads, case.head_dim), np.nan, np.float32) for _ in "kv"]
+    kept: list[NDArray] = []
+    for row, length in enumerate(case.lengths):
+        at = np.arange(length)
+        slots = table[row, at // case.page] * case.page + at % case.page
+        values = rng.normal(size=(2, length, case.kv_heads, case.head_dim)).astype(case.dtype)
+        for part, value in zip(pool, values, strict=True):
+            part[slots] = value
+        kept.append(values.astype(np.float64))
+        table[row, -(-length // case.page) :] = rng.choice([-7, 10**6, 0])  # behind the row's pages: anything
+    return [part.astype(case.dtype) for part in pool], table, kept
+
+
+@pytest.mark.parametrize("implementation", ATTENTION)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_block_attention(case: Case, implementation: str) -> None:
+    rng = np.random.default_rng(CASES.index(case))
+    pool, table, kept = pools(case, rng)
+    rows, heads = len(case.lengths), case.kv_heads * case.share
+    lengths, valid = np.array(case.lengths, np.int32), np.array(case.valid or (case.block,) * rows, np.int32)
+    q = rng.normal(size=(rows, case.block, heads, case.head_dim)).astype(case.dtype)
+    k, v = rng.normal(size=(2, rows, case.block, case.kv_heads, case.head_dim)).astype(case.dtype)
+    for row in range(rows):  # rows that do not exist may hold anything
+        k[row, valid[row] :] = v[row, valid[row] :] = np.nan
+    parents = [-1, 0, 0, 1, 1, 2, 3, 5, 5, 7, 8, 9, 9, 11, 12, 14][: case.block]
+    tree = tree_mask(parents)
+    depth = tree.sum(axis=1) - 1 if case.causal == "tree" else np.arange(case.block)
+    positions = (lengths[:, None] + depth).astype(np.int32)
+
+    rule = jnp.asarray(tree) if case.causal == "tree" else bool(case.causal)
+    call = jax.jit(
+        lambda *args: block_attention(
+            *args, page=case.page, causal=rule, window=case.window, implementation=implementation
+        )
+    )
+    out = call(q, k, v, *pool, table, lengths, valid, positions)
+    assert out.dtype == jnp.dtype(case.dtype)
+    assert out.shape == q.shape
+    for row in range(rows):
+        n, s, size = valid[row], positions[row][: valid[row], None], lengths[row]
+        key_positions = np.concatenate([np.arange(size), positions[row, :n]])[None]
+        inside = {True: positions[row, :n] <= s, False: np.ones((n, n), bool), "tree": tree[:n, :n]}[case.causal]
+        visible = np.concatenate([np.ones((n, size), bool), inside], axis=1)
+        if case.window is not None:
+            visible &= key_positions > s - case.window
+        keys = np.concatenate([kept[row][0], k[row, :n].astype(np.float64)])
+        values = np.concatenate([kept[row][1], v[row, :n].astype(np.float64)])
+        exact = float64.attention(q[row, :n].astype(np.float64), keys, values, visible)
+        bound = 2e-5 if case.dtype == "float32" else 2e-2
+        np.testing.assert_allclose(np.asarray(out[row, :n], np.float64), exact, atol=bound)
+
+
+def tree_mask(parents: list[int]) -> NDArray[np.bool_]:
+    """[T, T]: every node sees its ancestors and itself."""
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+@pytest.mark.parametrize("implementation", ATTENTION)
+def test_queries_that_see_nothing_give_zeros(implementation: str) -> None:
+    zeros = jnp.zeros((1, 2, 1, 64))
+    out = block_attention(
+        zeros + 1, zeros, zeros + 1, zeros[0] * jnp.nan, zeros[0] * jnp.nan, jnp.zeros((1, 1), jnp.int32),
+        jnp.array([0]), jnp.array([0]), jnp.array([[0, 1]]), page=2, causal=True, implementation=implementation,
+    )  # fmt: skip
+    np.testing.assert_array_equal(out, zeros)
+
+
+@pytest.mark.parametrize("implementation", INJECT)
+@pytest.mark.parametrize(("layers", "kv_heads", "head_dim", "raw", "dtype"), [
+    (1, 2, 64, False, "float32"),
+    (3, 2, 80, True, "float32"),
+    (2, 1, 64, True, "bfloat16"),
+    (5, 8, 128, True, "float32"),
+])  # fmt: skip
+def test_inject_kv(layers: int, kv_heads: int, head_dim: int, raw: bool, dtype: str, implementation: str) -> None:
+    rng, slots, n = np.random.default_rng(layers), 48, 9
+    old = rng.normal(size=(2, layers, slots, kv_heads, head_dim)).astype(dtype)
+    kv = rng.normal(size=(n, layers, 2, kv_heads, head_dim)).astype(dtype)
+    # The sentinel (one past the end) and whatever lies beyond it drop; the last slot and slot 0 do not.
+    to = np.array([5, slots, 47, 0, slots, 31, slots + 1000, 6, 2**30], np.int32)
+    kv[np.flatnonzero(to >= slots)] = np.nan
+    positions = np.arange(100, 100 + n)
+    frequencies = float64.plain_frequencies(1e4, head_dim)
+    angles = positions[:, None] * frequencies
+    weight = 1 + 0.2 * rng.normal(size=(layers, head_dim))
+    finish = Finish(
+        jnp.asarray(weight, dtype), np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32), 1e-6
+    )
+    call = jax.jit(
+        lambda pages, kv, to: inject_kv(pages, kv, to, finish if raw else None, implementation=implementation)
+    )
+    out = call(list(zip(*old, strict=True)), kv, to)
+
+    exact = old.astype(np.float64)
+    for row in np.flatnonzero(to < slots):
+        for layer in range(layers):
+            key = kv[row, layer, 0].astype(np.float64)
+            if raw:
+                scaled = np.asarray(finish.k_norm[layer], np.float64)
+                key = float64.rotated(float64.norm(key, scaled, 1e-6)[None], positions[row : row + 1], frequencies)[0]
+            exact[0, layer, to[row]], exact[1, layer, to[row]] = key, kv[row, layer, 1]
+    for layer, pair in enumerate(out):
+        for part in (0, 1):
+            assert pair[part].dtype == jnp.dtype(dtype)
+            bound = 2e-5 if dtype == "float32" else 4e-2
+            np.testing.assert_allclose(np.asarray(pair[part], np.float64), exact[part, layer], atol=bound)
+            untouched = np.setdiff1d(np.arange(slots), to)
+            np.testing.assert_array_equal(np.asarray(pair[part])[untouched], old[part, layer][untouched])
+
+
+def test_an_implementation_is_chosen_out_loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("reference", "cpu") == "reference"
+    assert resolve("auto", "cpu") in backend.IMPLEMENTED
+    with pytest.raises(ValueError, match="kernels='tritn' is not implemented; choose auto or one of reference"):
+        resolve("tritn", "cpu")
+    monkeypatch.setitem(backend.IMPLEMENTED, "abacus", ("desk",))
+    assert resolve("abacus", "desk") == "abacus"
+    with pytest.raises(ValueError, match="kernels='abacus' runs on desk, not on 'cpu'"):
+        resolve("abacus", "cpu")

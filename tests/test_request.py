@@ -1,0 +1,186 @@
+"""Stops and budgets inside accepted blocks: whatever the blocks, a request ends as one-token decoding would end it."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving import FinishReason, SamplingParams
+from serving.engine import Engine
+from serving.request import Request, overlap
+from serving.runner import DecodePlan, PrefillPlan, StepResult
+
+STOP = 7
+
+
+class Letters:
+    """A detokenizer of one letter an id, which releases text ``late`` ids late."""
+
+    def __init__(self, late: int = 0) -> None:
+        self.late, self.held = late, ""
+
+    def push(self, token: int) -> str:
+        self.held += chr(97 + token % 26)
+        ready, self.held = self.held[: len(self.held) - self.late], self.held[len(self.held) - self.late :]
+        return ready
+
+    def flush(self) -> str:
+        ready, self.held = self.held, ""
+        return ready
+
+
+class ScriptedRunner:
+    """A runner whose target says ``script`` after any prompt and whose rounds accept as told, in turn."""
+
+    prefill_chunk = 4
+
+    def __init__(self, script: Sequence[int], accepted: Sequence[int]) -> None:
+        self.script, self.accepted = list(script), list(accepted)
+        self.rounds = 0
+
+    def begin(self, requests: list[Request], block: int) -> None:
+        self.position = [0] * len(requests)
+
+    def submit(self, plan: PrefillPlan | DecodePlan) -> list[StepResult]:
+        if isinstance(plan, PrefillPlan):
+            return [self.step(row, 1) for row in range(len(plan.tokens))]
+        wanted = self.accepted[self.rounds % len(self.accepted)] + 1
+        self.rounds += 1
+        return [self.step(row, min(wanted, width)) for row, width in enumerate(plan.width)]
+
+    def step(self, row: int, count: int) -> StepResult:
+        start, self.position[row] = self.position[row], self.position[row] + count
+        tokens = self.script[start : start + count]
+        return StepResult(tokens, [{token: 0.0} for token in tokens], True)
+
+    def collect(self, pending: list[StepResult]) -> list[StepResult]:
+        return pending
+
+
+def run(script: Sequence[int], cap: int, block: int, accepted: Sequence[int], **options: object) -> Request:
+    late = int(options.pop("late", 0))  # type: ignore[call-overload]
+    params = SamplingParams(max_tokens=cap, **options)  # type: ignore[arg-type]
+    request = Request(0, 0, (1, 2, 3), params, (0, 0), cap, frozenset({STOP, *params.stop_token_ids}), Letters(late))
+    last = None
+    for last in Engine(ScriptedRunner(script, accepted), block, 4).run([request]):  # type: ignore[arg-type] # noqa: B007
+        pass
+    assert last is request
+    assert request.finished
+    return request
+
+
+def ending(request: Request) -> tuple[object, ...]:
+    done = request.completion()
+    return done.token_ids, done.text, done.finish_reason, done.stop_reason, done.output_tokens
+
+
+def test_a_stop_inside_a_block_beats_the_cap() -> None:
+    done = run([10, 11, STOP, 20, 21, 22], 5, 16, [15]).completion()
+    assert (done.token_ids, done.finish_reason, done.stop_reason) == ((10, 11, STOP), FinishReason.STOP, STOP)
+    assert done.text == "kl"
+
+
+def test_every_stop_offset_and_cap_ends_as_one_token_decoding() -> None:
+    for offset in range(34):
+        script = [10 + i for i in range(offset)] + [STOP] + [50 + i for i in range(40)]
+        for cap in range(1, 34):
+            plain = run(script, cap, 1, [0])
+            for accepted in ([15], [0, 3, 15, 7]):
+                fast = run(script, cap, 16, accepted)
+                assert ending(fast) == ending(plain)
+                # The first token is the prefill's; a round's count is uncut, its tokens may be cut.
+                assert 1 + sum(fast.acceptance_lengths) >= len(fast.output)
+                assert 1 + sum(fast.acceptance_lengths[:-1]) <= len(fast.output)
+                assert fast.finish_reason is (FinishReason.STOP if offset < cap else FinishReason.LENGTH)
+
+
+@given(
+    script=st.lists(st.integers(0, 25), min_size=60, max_size=60),
+    cap=st.integers(1, 40),
+    accepted=st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),
+    late=st.integers(0, 2),
+)
+def test_stop_strings_do_not_depend_on_blocks(
+    script: list[int], cap: int, accepted: list[int], stops: list[str], late: int
+) -> None:
+    script = [token % 3 for token in script]  # few letters, so that stop strings occur, split over ids and blocks
+    options = {"stop": stops, "late": late}
+    assert ending(run(script, cap, 8, accepted, **options)) == ending(run(script, cap, 1, [0], **options))
+
+
+@pytest.mark.parametrize("offset", range(20))
+def test_a_stop_string_split_over_two_tokens_is_cut_from_the_text(offset: int) -> None:
+    script = [0] * offset + [1, 2] + [0] * 40
+    done = run(script, 40, 16, [15], stop=["bc"]).completion()
+    assert (done.text, done.stop_reason, done.output_tokens) == ("a" * offset, "bc", offset + 2)
+
+
+def test_the_earliest_stop_string_wins() -> None:
+    assert run([0, 1, 2, 3, 4], 5, 8, [7], stop=["d", "bc"]).completion().text == "a"
+
+
+def test_a_stream_never_shows_what_a_stop_string_takes_back() -> None:
+    params = SamplingParams(max_tokens=9, stop=["bcd"])
+    request = Request(0, 0, (1,), params, (0, 0), 9, frozenset(), Letters())
+    shown = []
+    for token in (0, 1, 2, 0, 1, 2, 3, 9):
+        request.accept([token], [{}])
+        shown.append(request.chunk().text)
+        if request.finished:
+            break
+    assert shown == ["a", "", "", "bca", "", "", ""]
+    assert "".join(shown) == request.completion().text == "abca"
+
+
+def test_chunks_put_together_are_the_completion() -> None:
+    request = Request(0, 0, (1,), SamplingParams(max_tokens=50), (0, 0), 50, frozenset({STOP}), Letters(late=1))
+    chunks = []
+    for block in ([1, 2], [3, 4, 5], [STOP, 9, 9]):
+        request.accept(block, [{}] * len(block))
+        chunks.append(request.chunk())
+    done = chunks[-1].completion
+    assert done is not None
+    assert "".join(c.text for c in chunks) == done.text == "bcdef"
+    assert sum((c.token_ids for c in chunks), ()) == done.token_ids == (1, 2, 3, 4, 5, STOP)
+
+
+@given(text=st.text("ab", max_size=6), stop=st.text("ab", min_size=1, max_size=4))
+def test_overlap_is_the_longest_proper_start_at_the_end(text: str, stop: str) -> None:
+    assert overlap(text, stop) == max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+
+
+def test_acceptance_statistics() -> None:
+    request = run([1] * 40, 12, 8, [7, 0, 2])
+    done = request.completion()
+    assert done.acceptance_lengths == (8, 1, 2)  # the last round is limited by what may still be emitted
+    assert done.acceptance_length == pytest.approx(11 / 3)
+    assert done.acceptance_histogram == (2, 1, 1, 1, 1, 1, 1)
+    assert 1 + sum(done.acceptance_lengths) == done.output_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n must"),
+        ({"n": 2, "temperature": 0.0}, "n must be 1"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": [""]}, "stop"),
+    ],
+)
+def test_sampling_params_refuse_what_makes_no_sense(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["presence_penalty", "logit_bias", "best_of", "min_tokens", "guided_json"])
+def test_unsupported_sampling_options_raise_and_name_themselves(option: str) -> None:
+    with pytest.raises(TypeError, match=option):
+        SamplingParams(**{option: 1})
