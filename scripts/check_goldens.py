@@ -1,6 +1,6 @@
 """Runs golden cases (tiny checkpoints with the PyTorch references' outputs) through the real code, one line a case.
 
-    python scripts/check_goldens.py ../shared/golden --real smollm2=.cache/smollm2-135m-instruct
+    python scripts/check_goldens.py tests/golden --real smollm2=.cache/smollm2-135m-instruct
 
 A case is a folder with case.json, expected.safetensors and checkpoints; layout, conventions and tolerances are those of
 the README beside the cases. Token ids and acceptance lengths must be exact, arrays within their bound. A case, or a

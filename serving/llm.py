@@ -57,7 +57,7 @@ class LLM:
         self.generation_config = dict(loaded.generation_config)
         folder = loaded.tokenizer if tokenizer is None else Path(tokenizer)
         self.tokenizer = None if folder is None else Tokenizer(folder)
-        runner = Runner(loaded, mesh, self.config.kernels, self.config.page_size, self.config.prefill_chunk)
+        runner = Runner(loaded, mesh, self.config, self.max_model_len)
         self.block_size = block_of(runner.model, self.config.block_size)
         self.engine = Engine(runner, self.block_size, self.config.max_num_seqs)
         device = mesh.devices.flat[0]
@@ -68,12 +68,14 @@ class LLM:
         )
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams from generation_config.json, as vLLM takes them; greedy is ``do_sample: false``."""
-        names = ("temperature", "top_p", "top_k", "min_p")
-        given = {name: self.generation_config[name] for name in names if self.generation_config.get(name) is not None}
-        if self.generation_config.get("do_sample") is False:
+        """SamplingParams with what generation_config.json sets, as vLLM takes them; ``do_sample: false`` is greedy."""
+        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+        names["max_new_tokens"] = "max_tokens"
+        stored = self.generation_config
+        given = {ours: stored[theirs] for theirs, ours in names.items() if stored.get(theirs) is not None}
+        if stored.get("do_sample") is False:
             given["temperature"] = 0.0
-        return SamplingParams(max_tokens=None, **given)
+        return SamplingParams(**given)
 
     def generate(
         self,

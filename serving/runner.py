@@ -24,6 +24,7 @@ from dflash_jax.step import (
     new_state,
     prefill_step,
 )
+from serving.config import EngineConfig
 from serving.request import MAX_LOGPROBS, Request
 
 
@@ -64,19 +65,20 @@ class StepResult:
 class Runner:
     """Owns the packed parameters and, for one batch at a time, the state of its rows."""
 
-    def __init__(self, loaded: Loaded, mesh: Mesh, kernels: str, page_size: int, prefill_chunk: int) -> None:
-        platform = mesh.devices.flat[0].platform
-        self.model = Model(loaded.target, loaded.drafter, resolve(kernels, "gpu" if platform == "cuda" else platform))
+    def __init__(self, loaded: Loaded, mesh: Mesh, config: EngineConfig, max_model_len: int) -> None:
+        kernels = resolve(config.kernels, mesh.devices.flat[0].platform)
+        self.model = Model(loaded.target, loaded.drafter, kernels)
         self.params = ModelParams(
             target=pack(loaded.target_params, loaded.target, mesh),
             drafter=loaded.drafter and pack(loaded.drafter_params or {}, loaded.drafter, mesh),
         )
-        self.mesh, self.page_size, self.prefill_chunk = mesh, page_size, prefill_chunk
+        self.mesh, self.page_size, self.prefill_chunk = mesh, config.page_size, config.prefill_chunk
+        self.max_model_len = max_model_len
 
     def begin(self, requests: list[Request], block: int) -> None:
         """Fresh caches for a batch. Rows and pages a row are powers of two, so that few shapes compile."""
-        longest = max(len(r.prompt) + r.limit for r in requests) + block
-        pages = power_of_two(-(-longest // self.page_size))
+        longest = max(len(r.prompt) + r.limit for r in requests)
+        pages = min(power_of_two(self.pages(longest + block)), self.pages(self.max_model_len + block))
         self.rows = power_of_two(len(requests))
         top = MAX_LOGPROBS if any(r.params.logprobs for r in requests) else 0
         self.variant = Model(
@@ -86,6 +88,10 @@ class Runner:
         self.sampling = sampling_of(requests, self.rows)
         dtype = self.params.target["embed"].dtype
         self.state = new_state(self.variant, self.rows, self.rows * pages, self.page_size, dtype, self.mesh)
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self.page_size)
 
     def submit(self, plan: PrefillPlan | DecodePlan) -> Pending:
         """Enqueue a step."""

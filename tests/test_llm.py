@@ -232,7 +232,7 @@ def test_defaults_come_from_generation_config(target: Path, tmp_path: Path) -> N
         json.dumps({"eos_token_id": 2, "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95})
     )
     params = LLM(tmp_path, dtype="float32").default_sampling_params()
-    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.95, None)
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.95, 16)
 
 
 def test_ids_equal_on_two_devices(target: Path, plain: LLM) -> None:

@@ -116,6 +116,15 @@ def test_a_real_drafter_gives_the_targets_own_tokens(plain_trained: Plain, block
         assert {1, block} <= set(lengths)
 
 
+def test_chunks_and_pages_change_nothing(plain_trained: Plain) -> None:
+    """Neither a token nor a draft: what both caches hold does not depend on how it came there."""
+    pair, options = plain_trained.pair, {"sampling": SAMPLING, "block_size": 8}
+    whole = generate(pair.params, pair.model, plain_trained.prompts, 10, mesh=pair.mesh, page=PAGE, **options)
+    pieces = generate(pair.params, pair.model, plain_trained.prompts, 10, mesh=pair.mesh, page=5, chunk=7, **options)
+    for a, b in zip(whole, pieces, strict=True):
+        assert (a.tokens, a.acceptance_lengths) == (b.tokens, b.acceptance_lengths)
+
+
 def test_a_drafter_that_knows_the_targets_logits_is_always_right(plain: Plain) -> None:
     """Drafts are drawn with the verifier's noise, temperature and filters, so equal logits give equal tokens."""
     block, script = 5, {"script": jnp.asarray(script_of([range(5, 60)] * len(ROWS), 60, PAGE))}
