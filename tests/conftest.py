@@ -21,10 +21,14 @@ jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cp
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="needs a GPU")
     for item in items:
         if "gpu" in item.keywords and jax.default_backend() != "gpu":
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        for wanted in item.iter_markers("devices"):
+            if jax.device_count() < wanted.args[0]:
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {wanted.args[0]} devices, there are {jax.device_count()}")
+                )
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from dflash_jax import checkpoint
 from dflash_jax.params import abstract, flatten, leaves_of
 from dflash_jax.sharding import make_mesh
 
+pytestmark = pytest.mark.devices(8)
+
 CFG = dataclasses.replace(
     target_config({**tiny.TARGET, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}),
     tie_word_embeddings=True,

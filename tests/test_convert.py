@@ -121,6 +121,7 @@ def test_there_and_back_is_bit_for_bit(tmp_path, monkeypatch, dtype):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "drafter", "ours", "target"]
 
 
+@pytest.mark.devices(2)
 def test_a_converted_folder_loads_as_its_source_does(pair, tmp_path):
     to_orbax(pair[0], tmp_path / "ours", pair[1])
     for mesh in (make_mesh(), make_mesh(2)):

@@ -149,7 +149,19 @@ def test_drafting_ends_with_the_drafters_positions(mesh: object) -> None:
     plain = generate(*short.alone, prompts, 40, mesh=mesh, page=PAGE)
     rows = generate(short.params, short.model, prompts, 40, mesh=mesh, page=PAGE)
     assert [row.tokens for row in rows] == [row.tokens for row in plain]
-    assert set(rows[0].acceptance_lengths) == {1}
+
+
+def test_no_draft_lies_beyond_the_drafters_positions(mesh: object) -> None:
+    """Row 11: a drafter of 64 positions that is always right fills blocks of 8 up to there, and rounds of 1 follow."""
+    texts = [[1 + i % 50 for i in range(160)], [2 + i % 50 for i in range(160)]]
+    script = {"script": jnp.asarray(script_of(texts, 192, PAGE))}
+    model = Model(ScriptedTarget(), ScriptedDrafter(8, max_position_embeddings=64), "reference")
+    params = ModelParams({"embed": jnp.zeros((64, 1)), **script}, script)
+    rows = generate(params, model, [texts[0][:100], texts[1][:30]], 50, mesh=mesh, page=PAGE)
+    assert rows[0].tokens == texts[0][100:150]
+    assert rows[1].tokens == texts[1][30:80]
+    assert rows[0].acceptance_lengths == [1] * 49
+    assert rows[1].acceptance_lengths == [8] * 4 + [1] * 17  # blocks from 30, 38, 46 and 54 (up to 62) fit
 
 
 def test_prompts_up_to_the_last_position(tiny: Pair) -> None:

@@ -235,6 +235,7 @@ def test_defaults_come_from_generation_config(target: Path, tmp_path: Path) -> N
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.95, 16)
 
 
+@pytest.mark.devices(2)
 def test_ids_equal_on_two_devices(target: Path, plain: LLM) -> None:
     llm = LLM(target, PAIR / "draft", dtype="float32", tensor_parallel_size=2, seed=5)
     assert ids(llm.generate(PROMPTS, GREEDY)) == ids(plain.generate(PROMPTS, GREEDY))

@@ -81,6 +81,7 @@ def test_dtypes(tmp_path, stored):
         load(folder, dtype="int8")
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("model", [1, 2, 4])
 def test_loaded_on_a_mesh(pair, model):
     loaded = load(pair[0], mesh=make_mesh(model), drafter=pair[1])
