@@ -46,7 +46,7 @@ class Generation:
         """Drop what lies behind the limit or the first stop id; whether the row is finished."""
         ends = (i + 1 for i, token in enumerate(self.tokens) if token in stops)
         end = min(next(ends, max_new_tokens), max_new_tokens)
-        finished = len(self.tokens) >= end and (end == max_new_tokens or bool(self.tokens))
+        finished = len(self.tokens) >= end
         del self.tokens[end:], self.logprobs[end:]
         return finished
 
@@ -65,9 +65,7 @@ def row_sampling(
     min_p: float | Sequence[float] = 0.0,
     seed: int | Sequence[int] = 0,
 ) -> RowSampling:
-    """RowSampling of ``rows`` rows as numpy; a single value serves every row. A single seed serves row i as its sample
-    i.
-    """
+    """RowSampling of ``rows`` rows as numpy; a single value serves every row, a single seed row i as its sample i."""
     seeds = [(seed, i) for i in range(rows)] if isinstance(seed, int) else [(s, 0) for s in seed]
     return RowSampling(
         temperature=np.broadcast_to(np.asarray(temperature, np.float32), (rows,)),
@@ -106,8 +104,7 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a block without a drafter, or more tokens than the
-        target
-            has positions.
+            target has positions.
     """
     block = block_of(model, block_size)
     check_prompts(model, prompts, max_new_tokens)

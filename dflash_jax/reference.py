@@ -18,7 +18,7 @@ from dflash_jax.targets import Hidden
 @partial(jax.jit, static_argnames="cfg")
 def full_pass(params: Params, cfg: TargetConfig, tokens: Array) -> tuple[Hidden, Array]:
     """One causal pass over tokens int32 [B, T] behind an empty cache: Hidden and float32 logits [B, T, V]."""
-    target = targets.IMPLEMENTATIONS[type(cfg)]
+    target = targets.of(cfg)
     rows, length = tokens.shape
     layers, kv_heads, head_dim = target.cache_shape(cfg)
     nothing = jnp.zeros((1, kv_heads, head_dim), params["embed"].dtype)

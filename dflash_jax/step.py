@@ -100,8 +100,8 @@ def new_state(model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, 
         return cache.empty(layers, pages * page, page, kv_heads, head_dim, dtype, mesh)
 
     return StepState(
-        target=pool(targets.IMPLEMENTATIONS[type(model.target)], model.target),
-        drafter=None if model.drafter is None else pool(drafters.IMPLEMENTATIONS[type(model.drafter)], model.drafter),
+        target=pool(targets.of(model.target), model.target),
+        drafter=None if model.drafter is None else pool(drafters.of(model.drafter), model.drafter),
         lengths=jnp.zeros((rows,), jnp.int32, device=replicated),
         anchor=jnp.zeros((rows,), jnp.int32, device=replicated),
     )
@@ -140,7 +140,7 @@ def decode_step(
     width = jnp.where(inputs.valid > 0, usable(model, block, lengths, inputs.width), 0)
     view = View(state.target, inputs.table, lengths, model.kernels)
     positions = view.positions(block)
-    target = targets.IMPLEMENTATIONS[type(model.target)]
+    target = targets.of(model.target)
 
     tokens = draft(params, model, block, state, inputs, anchor, lengths)
     hidden = target.forward(params.target, model.target, tokens, positions, width, view, True)
@@ -166,7 +166,7 @@ def prefill_step(
     """
     view = View(state.target, inputs.table, inputs.start, model.kernels)
     positions = view.positions(inputs.tokens.shape[1])
-    target = targets.IMPLEMENTATIONS[type(model.target)]
+    target = targets.of(model.target)
 
     hidden = target.forward(params.target, model.target, inputs.tokens, positions, inputs.valid, view, True)
     kept = jnp.arange(inputs.tokens.shape[1]) < inputs.valid[:, None]
@@ -182,7 +182,7 @@ def prefill_step(
 
 def borrow(params: ModelParams, model: Model) -> TargetIO:
     """The target's embedding and head, for a drafter."""
-    target = targets.IMPLEMENTATIONS[type(model.target)]
+    target = targets.of(model.target)
     return TargetIO(
         embed=partial(target.embed, params.target, model.target), head=partial(target.head, params.target, model.target)
     )
@@ -203,7 +203,7 @@ def draft(
         return anchor[:, None]
     if model.drafter is None or state.drafter is None:
         raise ValueError(f"a block of {block} tokens needs a drafter")
-    drafter = drafters.IMPLEMENTATIONS[type(model.drafter)]
+    drafter = drafters.of(model.drafter)
     cfg = drafter.with_block(model.drafter, block)
     view = View(state.drafter, inputs.table, lengths, model.kernels)
 
@@ -230,7 +230,7 @@ def commit(
     written = state.replace(target=cache.commit(state.target, hidden.rows, slots, model.kernels))
     if model.drafter is None or state.drafter is None:
         return written
-    drafter = drafters.IMPLEMENTATIONS[type(model.drafter)]
+    drafter = drafters.of(model.drafter)
     view = View(state.drafter, inputs.table, lengths, model.kernels)
     rows, carry = drafter.extend(
         params.drafter,

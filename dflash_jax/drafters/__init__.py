@@ -8,4 +8,11 @@ from dflash_jax.drafters.interface import Drafter, TargetIO
 
 IMPLEMENTATIONS: dict[type, Any] = {DrafterConfig: dflash}
 
-__all__ = ["IMPLEMENTATIONS", "Drafter", "TargetIO", "dflash"]
+
+def of(cfg: Any) -> Drafter:
+    """The drafter module that runs ``cfg``."""
+    implementation: Drafter = IMPLEMENTATIONS[type(cfg)]
+    return implementation
+
+
+__all__ = ["IMPLEMENTATIONS", "Drafter", "TargetIO", "dflash", "of"]
