@@ -14,7 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from convert.check import check as check_folder
-from convert.hf_config import CheckpointError
 from convert.stream import Progress, Report, to_hf, to_orbax
 from dflash_jax.checkpoint import stay_on_host
 
@@ -32,7 +31,7 @@ def faults() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
             yield
-    except (CheckpointError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
 

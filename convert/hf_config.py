@@ -145,7 +145,11 @@ def rope_config(values: Mapping[str, Any], fields: Fields) -> RopeConfig | None:
     Raises:
         CheckpointError: an unknown rope_type, a parameter that the type does not know, or two spellings that disagree.
     """
-    nested = [dict(values[name]) for name in ("rope_parameters", "rope_scaling") if values.get(name)]
+    given = {name: values[name] for name in ("rope_parameters", "rope_scaling") if values.get(name)}
+    for name, value in given.items():
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{name} must be a JSON object, got {value!r}")
+    nested = [dict(value) for value in given.values()]
     if len(nested) == 2 and nested[0] != {**nested[0], **nested[1]}:
         raise CheckpointError(f"rope_parameters {nested[0]} and rope_scaling {nested[1]} disagree")
     rope = {name: value for name, value in (nested[0] if nested else {}).items() if value is not None}
@@ -165,6 +169,11 @@ def rope_config(values: Mapping[str, Any], fields: Fields) -> RopeConfig | None:
     unknown = sorted(set(rope) - set(ROPE_FIELDS[kind]))
     if unknown:
         raise CheckpointError(f"rope_type {kind!r} has parameters that are not supported: {', '.join(unknown)}")
+
+    for name, value in rope.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if not (isinstance(value, bool) if name == "truncate" else number):
+            raise CheckpointError(f"{name} of rope_type {kind!r} cannot be {value!r}")
 
     lacking = [] if thetas else ["rope_theta (or rope_parameters.rope_theta)"]
     needed = ROPE_FIELDS[kind][: {"default": 0, "linear": 1, "llama3": 4, "yarn": 2}[kind]]
@@ -190,6 +199,8 @@ def layer_layout(values: Mapping[str, Any], layers: int) -> tuple[tuple[LayerTyp
             raise CheckpointError(f"layer_types must be a list of names, got {types!r}")
         if switch is False and "sliding_attention" in types:
             raise CheckpointError("layer_types has sliding_attention layers, but use_sliding_window is false")
+    elif switch and "sliding_window" not in values:  # null is full attention, absent is 4096 to transformers
+        raise CheckpointError("use_sliding_window is true, and sliding_window is not given")
     elif switch and window is not None:
         start = values.get("max_window_layers")
         if start is None:

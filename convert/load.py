@@ -200,6 +200,11 @@ def load(
     Warns:
         UserWarning: what had to be guessed: absent target_layer_ids, a tied head that differs from the embedding.
     """
+    return open_checkpoint(path, drafter).place(dtype, make_mesh() if mesh is None else mesh)
+
+
+def open_checkpoint(path: str | Path, drafter: str | Path | None = None) -> "Checkpoint":
+    """The checks of ``load`` without its reading: everything that can be wrong shows here, in seconds."""
     folder = resolve(path)
     opened = open_target(folder)
     tokenizer = tokenizer_folder(folder)
@@ -208,22 +213,43 @@ def load(
         paired = open_drafter(resolve(drafter), tokenizer)
     elif isinstance(opened.found, Record) and "drafter" in read_records(folder):
         paired = open_converted(folder, "drafter")
-    target_cfg = pair_up(opened, paired)
+    return Checkpoint(opened, paired, pair_up(opened, paired), tokenizer, generation_config(folder))
 
-    chosen = chosen_dtype(dtype, opened.dtype)
-    mesh = make_mesh() if mesh is None else mesh
-    generation = read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
-    return Loaded(
-        target=target_cfg,
-        drafter=paired.cfg if paired and isinstance(paired.cfg, DrafterConfig) else None,
-        target_params=place(opened, chosen, mesh),
-        drafter_params=place(paired, chosen, mesh) if paired else None,
-        tokenizer=tokenizer,
-        generation_config=generation,
-        eos_token_ids=eos_token_ids(opened.hf, generation),
-        dtype=chosen,
-        notes=opened.notes() + (paired.notes() if paired else ()),
-    )
+
+def generation_config(folder: Path) -> Mapping[str, Any]:
+    """The JSON object of generation_config.json; empty without the file. Raises CheckpointError for a broken one."""
+    return read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A target, perhaps with its drafter, checked but not read."""
+
+    opened: Opened
+    paired: Opened | None
+    target: TargetConfig
+    tokenizer: Path | None
+    generation_config: Mapping[str, Any]
+
+    @property
+    def drafter(self) -> DrafterConfig | None:
+        """The drafter's config."""
+        return self.paired.cfg if self.paired and isinstance(self.paired.cfg, DrafterConfig) else None
+
+    def place(self, dtype: str | np.dtype | None, mesh: Mesh) -> Loaded:
+        """Reads the parameters onto the mesh; None or "auto" keeps the target's stored dtype."""
+        chosen = chosen_dtype(dtype, self.opened.dtype)
+        return Loaded(
+            target=self.target,
+            drafter=self.drafter,
+            target_params=place(self.opened, chosen, mesh),
+            drafter_params=place(self.paired, chosen, mesh) if self.paired else None,
+            tokenizer=self.tokenizer,
+            generation_config=self.generation_config,
+            eos_token_ids=eos_token_ids(self.opened.hf, self.generation_config),
+            dtype=chosen,
+            notes=self.opened.notes() + (self.paired.notes() if self.paired else ()),
+        )
 
 
 def pair_up(target: Opened, drafter: Opened | None) -> TargetConfig:

@@ -36,6 +36,7 @@ from convert.load import (
     DTYPE_NAMES,
     Opened,
     chosen_dtype,
+    generation_config,
     open_converted,
     open_drafter,
     open_target,
@@ -114,6 +115,7 @@ def to_orbax(
         if isinstance(opened.found, Record):
             raise CheckpointError(f"{opened.folder} is a converted folder already")
     pair_up(models["target"], models.get("drafter"))
+    generation_config(folder)
     cast = None if dtype in (None, "auto") else DTYPE_NAMES[chosen_dtype(dtype, models["target"].dtype).name]
 
     work = out.with_name(out.name + UNFINISHED)

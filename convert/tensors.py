@@ -132,6 +132,15 @@ def read_header(file: Path) -> list[Tensor]:
         if base + stop > size:
             raise CheckpointError(f"{file.name} ends early: {name} lies at {base + stop}, the file has {size} bytes")
         tensors.append(Tensor(name, file, shape, DTYPES[kind], base + start, base + stop))
+    end = 8 + length
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
+        if tensor.start != end:  # as the format demands: no hole, no byte in two tensors
+            raise CheckpointError(
+                f"{file.name} has a damaged header: {tensor.name} starts at {tensor.start}, not {end}"
+            )
+        end = tensor.stop
+    if end != size:
+        raise CheckpointError(f"{file.name} has {size} bytes, its tensors end at {end}")
     return tensors
 
 

@@ -8,7 +8,8 @@ devices whatever they were saved on. A checkpoint is written whole by ``save``, 
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,25 @@ def restore(path: Path, cfg: TargetConfig | DrafterConfig, dtype: jnp.dtype, mes
     reading = context()
     largest = max(math.prod(spec.shape) * max(spec.dtype.itemsize, 4) for spec in wanted.values())
     reading.memory.read_concurrent_bytes = max(READ_BYTES, largest)
-    with reading:
+    with reading, damage_named(path):
         return unflatten(ocp.load(path.absolute(), wanted), cfg)
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turns what Orbax says of unreadable bytes into one ValueError that names the checkpoint."""
+    try:
+        yield
+    except Exception as error:  # tensorstore raises several kinds, by the place of the damage
+        said = str(error).strip().splitlines()
+        raise ValueError(f"the checkpoint at {path} cannot be read: {said[0] if said else error!r}") from error
 
 
 def read(path: Path, wanted: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> dict[str, np.ndarray]:
     """Some arrays of a finished checkpoint on the host, as stored. ``wanted`` is a part of what ``stored`` says."""
     reading = context()
     reading.pytree.loading.partial_load = True
-    with reading:
+    with reading, damage_named(path):
         loaded = ocp.load(path.absolute(), {name: np.empty(shape, dtype) for name, (shape, dtype) in wanted.items()})
     return {name: np.asarray(loaded[name]) for name in wanted}
 

@@ -65,8 +65,21 @@ def row_sampling(
     min_p: float | Sequence[float] = 0.0,
     seed: int | Sequence[int] = 0,
 ) -> RowSampling:
-    """RowSampling of ``rows`` rows as numpy; a single value serves every row, a single seed row i as its sample i."""
-    seeds = [(seed, i) for i in range(rows)] if isinstance(seed, int) else [(s, 0) for s in seed]
+    """RowSampling of ``rows`` rows as numpy; a single value serves every row, a single seed row i as its sample i.
+
+    Raises ValueError for values out of range or another number of seeds.
+    """
+    seeds = [(s, 0) for s in seed] if isinstance(seed, Sequence) else [(seed, i) for i in range(rows)]
+    if len(seeds) != rows:
+        raise ValueError(f"{len(seeds)} seeds for {rows} rows")
+    for name, values, low, high in (
+        ("temperature", temperature, 0, 1e30),
+        ("top_p", top_p, 0, 1),
+        ("min_p", min_p, 0, 1),
+        ("top_k", top_k, -1, 2**31 - 1),
+    ):
+        if not np.all((np.asarray(values) >= low) & (np.asarray(values) <= high)):
+            raise ValueError(f"{name} must be in {low} .. {high}, got {values}")
     return RowSampling(
         temperature=np.broadcast_to(np.asarray(temperature, np.float32), (rows,)),
         top_k=np.broadcast_to(np.asarray(top_k, np.int32), (rows,)),
@@ -106,8 +119,13 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a block without a drafter, or more tokens than the
             target has positions.
     """
-    block = block_of(model, block_size)
+    block = block_of(model.drafter, block_size)
     check_prompts(model, prompts, max_new_tokens)
+    for name, value in (("page", page), ("chunk", chunk)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if sampling is not None and len(sampling.key) != len(prompts):
+        raise ValueError(f"sampling has {len(sampling.key)} rows for {len(prompts)} prompts")
     rows, longest = len(prompts), max(map(len, prompts))
     sampling = row_sampling(rows) if sampling is None else sampling
     per_row = -(-(longest + max_new_tokens + block) // page)
@@ -141,6 +159,10 @@ def generate(
 def check_prompts(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Raises ValueError for the first prompt that cannot be continued."""
     limit, vocab = model.target.max_position_embeddings, model.target.vocab_rows
+    if not len(prompts):
+        raise ValueError("no prompts")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {i} is empty")
@@ -149,5 +171,7 @@ def check_prompts(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens
                 f"prompt {i} has {len(prompt)} tokens and asks for {max_new_tokens} more; "
                 f"the target has {limit} positions"
             )
+        if not np.issubdtype(np.asarray(prompt).dtype, np.integer):
+            raise ValueError(f"prompt {i} holds {np.asarray(prompt).dtype}, not token ids")
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise ValueError(f"prompt {i} has ids outside 0 .. {vocab - 1}")

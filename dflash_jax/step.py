@@ -107,17 +107,17 @@ def new_state(model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, 
     )
 
 
-def block_of(model: Model, block_size: int | None) -> int:
+def block_of(drafter: DrafterConfig | None, block_size: int | None) -> int:
     """The block size to decode with: ``block_size``, or the drafter's trained size, or 1 without a drafter.
 
     Raises ValueError for a block without a drafter; warns once above the trained size.
     """
-    trained = model.drafter.block_size if model.drafter is not None else 1
+    trained = drafter.block_size if drafter is not None else 1
     if block_size is None:
         return trained
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
-    if model.drafter is None and block_size > 1:
+    if drafter is None and block_size > 1:
         raise ValueError(f"block_size {block_size} needs a drafter; without one only 1 exists")
     if block_size > trained:
         warnings.warn(f"block_size {block_size} is above the {trained} that the drafter was trained with", stacklevel=3)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from serving.options import check_kinds
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -25,6 +27,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        whole = ("block_size", "max_model_len", "max_num_seqs", "page_size", "prefill_chunk", "seed")
+        optional = ("block_size", "max_model_len", "seed")
+        check_kinds(self, whole=(*whole, "tensor_parallel_size"), optional=optional)
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         for name in ("max_num_seqs", "page_size", "prefill_chunk", "tensor_parallel_size"):

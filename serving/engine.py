@@ -6,7 +6,7 @@ Batching is static: a batch runs until its last row is done. Streams and batch c
 from collections.abc import Iterator, Sequence
 
 from serving.request import Request
-from serving.runner import DecodePlan, PrefillPlan, Runner, StepResult
+from serving.runner import Batch, DecodePlan, PrefillPlan, Runner, StepResult
 
 
 class Engine:
@@ -24,27 +24,26 @@ class Engine:
 
     def run_batch(self, batch: list[Request]) -> Iterator[Request]:
         """Prefill in chunks, then decode until all rows have ended."""
-        self.runner.begin(batch, self.block_size)
-        yield from self.prefill(batch)
+        device = self.runner.begin(batch, self.block_size)
+        yield from self.prefill(batch, device)
         while live := [r for r in batch if not r.finished]:
-            # A row never needs more of a block than it may still emit.
-            width = tuple(0 if r.finished else min(self.block_size, r.limit - len(r.output)) for r in batch)
-            results = self.runner.collect(self.runner.submit(DecodePlan(self.block_size, width)))
+            width = tuple(0 if r.finished else self.block_size for r in batch)
+            results = device.collect(device.submit(DecodePlan(self.block_size, width)))
             for request, result in zip(batch, results, strict=False):
                 if not request.finished:
                     request.acceptance_lengths.append(len(result.tokens))
                     apply(request, result)
             yield from live
 
-    def prefill(self, batch: list[Request]) -> Iterator[Request]:
+    def prefill(self, batch: list[Request], device: Batch) -> Iterator[Request]:
         """Chunks of all prompts side by side; a row's first token comes with the end of its prompt."""
         chunk = self.runner.prefill_chunk
         for start in range(0, max(len(r.prompt) for r in batch), chunk):
             pieces = tuple(r.prompt[start : start + chunk] for r in batch)
-            pending = self.runner.submit(PrefillPlan(start, pieces))
+            pending = device.submit(PrefillPlan(start, pieces))
             ended = [row for row, r in enumerate(batch) if start < len(r.prompt) <= start + chunk]
             if ended:
-                results = self.runner.collect(pending)
+                results = device.collect(pending)
                 for row in ended:
                     apply(batch[row], results[row])
                     yield batch[row]

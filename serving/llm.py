@@ -3,7 +3,7 @@
 import dataclasses
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from convert.load import load
+from convert.load import Loaded, open_checkpoint
+from dflash_jax.cache import resolve
 from dflash_jax.generate import row_key
-from dflash_jax.sharding import make_mesh
+from dflash_jax.sharding import Mesh, make_mesh
 from dflash_jax.step import block_of
 from serving.config import EngineConfig
 from serving.engine import Engine
@@ -47,25 +48,22 @@ class LLM:
     ) -> None:
         self.config = EngineConfig(**options)
         mesh = make_mesh(model=self.config.tensor_parallel_size)
-        dtype = None if self.config.dtype == "auto" else self.config.dtype
-        loaded = load(target, dtype=dtype, mesh=mesh, drafter=drafter)
-        positions = loaded.target.max_position_embeddings
+        kernels = resolve(self.config.kernels, mesh.devices.flat[0].platform)
+        checkpoint = open_checkpoint(target, drafter)
+        positions = checkpoint.target.max_position_embeddings
         self.max_model_len = self.config.max_model_len or positions
         if self.max_model_len > positions:
             raise ValueError(f"max_model_len {self.max_model_len} exceeds the target's {positions} positions")
+        self.block_size = block_of(checkpoint.drafter, self.config.block_size)
+        folder = checkpoint.tokenizer if tokenizer is None else Path(tokenizer)
+        self.tokenizer = None if folder is None else Tokenizer(folder)
+
+        loaded = checkpoint.place(self.config.dtype, mesh)
         self.vocab_rows, self.eos_token_ids = loaded.target.vocab_rows, loaded.eos_token_ids
         self.generation_config = dict(loaded.generation_config)
-        folder = loaded.tokenizer if tokenizer is None else Path(tokenizer)
-        self.tokenizer = None if folder is None else Tokenizer(folder)
-        runner = Runner(loaded, mesh, self.config, self.max_model_len)
-        self.block_size = block_of(runner.model, self.config.block_size)
+        runner = Runner(loaded, mesh, kernels, self.config, self.max_model_len)
         self.engine = Engine(runner, self.block_size, self.config.max_num_seqs)
-        device = mesh.devices.flat[0]
-        print(
-            f"{loaded.target.model_type} target, {'DFlash drafter' if loaded.drafter else 'no drafter'}, block "
-            f"{self.block_size}, {loaded.dtype}, kernels {runner.model.kernels}, {mesh.size} x {device.device_kind}",
-            file=sys.stderr,
-        )
+        print(start_line(loaded, self.block_size, kernels, mesh), file=sys.stderr)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what generation_config.json sets, as vLLM takes them; ``do_sample: false`` is greedy."""
@@ -114,8 +112,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Chunk]:
         """As ``generate``, yielding text and ids as they come; a sample's last chunk carries its Completion."""
-        for request in self.engine.run(self.requests(prompts, params, chat_template_kwargs)):
-            yield request.chunk()
+        requests = self.requests(prompts, params, chat_template_kwargs)  # now, so that errors show here
+        return (request.chunk() for request in self.engine.run(requests))
 
     def requests(
         self,
@@ -124,17 +122,23 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> list[Request]:
         """One Request a sample; those that cannot run have already failed."""
-        listed: list[Any] = [prompts] if is_single(prompts) else list(prompts)
+        listed = listed_prompts(prompts)
         each = [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(listed):
             raise ValueError(f"{len(each)} SamplingParams for {len(listed)} prompts")
+        wrong = [p for p in each if p is not None and not isinstance(p, SamplingParams)]
+        if wrong:
+            raise ValueError(f"params must be SamplingParams, not {wrong[0]!r}")
         seed = secrets.randbits(64) if self.config.seed is None else self.config.seed
         made = []
         for index, (prompt, wanted) in enumerate(zip(listed, each, strict=True)):
             chosen = wanted or self.default_sampling_params()
             if chosen.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and this target has none; stop_token_ids work without")
-            ids = self.encode(prompt, chat_template_kwargs or {})
+            try:
+                ids = self.encode(prompt, chat_template_kwargs or {})
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
             for sample in range(chosen.n):
                 key = row_key(f"{seed}/{index}" if chosen.seed is None else chosen.seed, sample)
                 made.append(self.request(index, sample, ids, chosen, key))
@@ -174,6 +178,27 @@ class LLM:
         return request
 
 
-def is_single(prompts: Prompts) -> bool:
-    """Whether ``prompts`` is one prompt: a text, messages or ids, not a list of such."""
-    return isinstance(prompts, str) or is_messages(prompts) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+def start_line(loaded: Loaded, block_size: int, kernels: str, mesh: Mesh) -> str:
+    """What runs, in one line; sizes that the devices do not divide are named, since they are replicated."""
+    parts = mesh.shape["model"]
+    sizes = {
+        "KV heads": loaded.target.num_key_value_heads,
+        "MLP width": loaded.target.intermediate_size,
+        "vocabulary": loaded.target.vocab_rows,
+    }
+    whole = [f"{size} {name}" for name, size in sizes.items() if size % parts]
+    return (
+        f"{loaded.target.model_type} target, {'DFlash drafter' if loaded.drafter else 'no drafter'}, "
+        f"block {block_size}, {loaded.dtype}, kernels {kernels}, {mesh.size} x {mesh.devices.flat[0].device_kind}"
+        + (f"; not divisible by {parts}, so on every device: {', '.join(whole)}" if whole else "")
+    )
+
+
+def listed_prompts(prompts: Any) -> list[Any]:
+    """One prompt (a text, messages or ids) or several, as a list. Raises ValueError for what is neither."""
+    if isinstance(prompts, str | bytes | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a prompt or a list of prompts, not {prompts!r}")
+    items = list(prompts)
+    return [items] if items and isinstance(items[0], Integral | Mapping) else items

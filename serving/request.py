@@ -1,9 +1,11 @@
 """A request on the host: what was asked, what has come, when it ends. Pure Python; it never sees an array."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
+
+from serving.options import check_kinds, is_whole
 
 MAX_LOGPROBS = 20
 GREEDY = 1e-5  # temperatures below it mean argmax, as in vLLM
@@ -40,21 +42,28 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        check_kinds(
+            self,
+            whole=("n", "top_k", "max_tokens", "seed", "logprobs"),
+            real=("temperature", "top_p", "min_p"),
+            flags=("ignore_eos",),
+            optional=("max_tokens", "seed", "logprobs"),
+        )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple_of("stop", self.stop)
+        stop_ids = tuple_of("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.temperature < GREEDY:
-            if self.temperature < 0:
-                raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        object.__setattr__(self, "stop_token_ids", stop_ids)
+        if 0 <= self.temperature < GREEDY:
             object.__setattr__(self, "temperature", 0.0)
         checks = {
             "n must be at least 1": (self.n, self.n >= 1),
-            "temperature must be a finite number": (self.temperature, self.temperature < float("inf")),
+            "temperature must be in [0, 1e30]": (self.temperature, 0 <= self.temperature <= 1e30),
             "top_p must be in (0, 1]": (self.top_p, 0 < self.top_p <= 1),
             "top_k must be -1, 0 or at least 1": (self.top_k, self.top_k >= -1),
             "min_p must be in [0, 1]": (self.min_p, 0 <= self.min_p <= 1),
             "max_tokens must be at least 1": (self.max_tokens, self.max_tokens is None or self.max_tokens >= 1),
-            "stop must hold non-empty strings": (stop, all(isinstance(s, str) and s for s in stop)),
+            "stop must hold non-empty texts": (stop, all(isinstance(s, str) and s for s in stop)),
+            "stop_token_ids must hold whole numbers": (stop_ids, all(map(is_whole, stop_ids))),
             f"logprobs must be in 0 .. {MAX_LOGPROBS}": (
                 self.logprobs,
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -224,6 +233,15 @@ class Request:
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             error=self.error,
         )
+
+
+def tuple_of(name: str, values: Any) -> tuple[Any, ...]:
+    """A list-like option as a tuple; None is empty. Raises ValueError for a text or a single value."""
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list, got {values!r}")
+    return tuple(values)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -4,13 +4,13 @@ numpy.
 ``submit`` only enqueues; ``collect`` is the one call that waits for the device.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from convert.load import Loaded
-from dflash_jax.cache import resolve
 from dflash_jax.params import pack
 from dflash_jax.sampling import RowSampling
 from dflash_jax.sharding import Mesh
@@ -20,6 +20,7 @@ from dflash_jax.step import (
     PrefillInputs,
     StepInputs,
     StepOutput,
+    StepState,
     decode_step,
     new_state,
     prefill_step,
@@ -63,10 +64,9 @@ class StepResult:
 
 
 class Runner:
-    """Owns the packed parameters and, for one batch at a time, the state of its rows."""
+    """Owns the packed parameters; ``begin`` opens a batch."""
 
-    def __init__(self, loaded: Loaded, mesh: Mesh, config: EngineConfig, max_model_len: int) -> None:
-        kernels = resolve(config.kernels, mesh.devices.flat[0].platform)
+    def __init__(self, loaded: Loaded, mesh: Mesh, kernels: str, config: EngineConfig, max_model_len: int) -> None:
         self.model = Model(loaded.target, loaded.drafter, kernels)
         self.params = ModelParams(
             target=pack(loaded.target_params, loaded.target, mesh),
@@ -75,57 +75,72 @@ class Runner:
         self.mesh, self.page_size, self.prefill_chunk = mesh, config.page_size, config.prefill_chunk
         self.max_model_len = max_model_len
 
-    def begin(self, requests: list[Request], block: int) -> None:
+    def begin(self, requests: list[Request], block: int) -> "Batch":
         """Fresh caches for a batch. Rows and pages a row are powers of two, so that few shapes compile."""
         longest = max(len(r.prompt) + r.limit for r in requests)
         pages = min(power_of_two(self.pages(longest + block)), self.pages(self.max_model_len + block))
-        self.rows = power_of_two(len(requests))
+        rows = power_of_two(len(requests))
         top = MAX_LOGPROBS if any(r.params.logprobs for r in requests) else 0
-        self.variant = Model(
-            self.model.target, self.model.drafter, self.model.kernels, min(top, self.model.target.vocab_size)
-        )
-        self.table = np.arange(self.rows * pages, dtype=np.int32).reshape(self.rows, pages)
-        self.sampling = sampling_of(requests, self.rows)
+        model = dataclasses.replace(self.model, top_logprobs=min(top, self.model.target.vocab_size))
         dtype = self.params.target["embed"].dtype
-        self.state = new_state(self.variant, self.rows, self.rows * pages, self.page_size, dtype, self.mesh)
+        return Batch(
+            params=self.params,
+            model=model,
+            state=new_state(model, rows, rows * pages, self.page_size, dtype, self.mesh),
+            table=np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
+            sampling=sampling_of(requests, rows),
+            prefill_chunk=self.prefill_chunk,
+        )
 
     def pages(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
+
+@dataclass
+class Batch:
+    """The rows of one batch on the device. Batches share parameters and nothing else, so any number may be open."""
+
+    params: ModelParams
+    model: Model
+    state: StepState
+    table: np.ndarray
+    sampling: RowSampling
+    prefill_chunk: int
+
     def submit(self, plan: PrefillPlan | DecodePlan) -> Pending:
         """Enqueue a step."""
-        step = self.prefill if isinstance(plan, PrefillPlan) else self.decode
-        return Pending(step(plan))  # type: ignore[arg-type]
+        return Pending(self.prefill(plan) if isinstance(plan, PrefillPlan) else self.decode(plan))
 
     def prefill(self, plan: PrefillPlan) -> StepOutput:
         """One chunk of every row's prompt."""
-        tokens = np.zeros((self.rows, self.prefill_chunk), np.int32)
-        valid = np.zeros(self.rows, np.int32)
+        rows = len(self.table)
+        tokens, valid = np.zeros((rows, self.prefill_chunk), np.int32), np.zeros(rows, np.int32)
         for row, piece in enumerate(plan.tokens):
             tokens[row, : len(piece)], valid[row] = piece, len(piece)
-        start = np.full(self.rows, plan.start, np.int32)
-        inputs = PrefillInputs(self.present(valid), self.table, tokens, start, valid, self.sampling)
-        self.state, output = prefill_step(self.params, self.variant, self.state, inputs)
+        start = np.full(rows, plan.start, np.int32)
+        inputs = PrefillInputs(present(valid), self.table, tokens, start, valid, self.sampling)
+        self.state, output = prefill_step(self.params, self.model, self.state, inputs)
         return output
 
     def decode(self, plan: DecodePlan) -> StepOutput:
         """One draft-verify round."""
-        width = np.zeros(self.rows, np.int32)
+        width = np.zeros(len(self.table), np.int32)
         width[: len(plan.width)] = plan.width
         valid = (width > 0).astype(np.int32)
-        inputs = StepInputs(self.present(valid), self.table, valid, width, self.sampling)
-        self.state, output = decode_step(self.params, self.variant, plan.block, self.state, inputs)
+        inputs = StepInputs(present(valid), self.table, valid, width, self.sampling)
+        self.state, output = decode_step(self.params, self.model, plan.block, self.state, inputs)
         return output
-
-    def present(self, valid: np.ndarray) -> np.ndarray:
-        """Row slots of a step; rows that take no part get the sentinel and keep their state."""
-        return np.where(valid > 0, np.arange(self.rows), self.rows).astype(np.int32)
 
     def collect(self, pending: Pending) -> list[StepResult]:
         """Wait for a step and copy its results; one entry a row."""
         out = jax.device_get(pending.output)
-        return [row_result(out, row) for row in range(self.rows)]
+        return [row_result(out, row) for row in range(len(self.table))]
+
+
+def present(valid: np.ndarray) -> np.ndarray:
+    """Row slots of a step; rows that take no part get the sentinel and keep their state."""
+    return np.where(valid > 0, np.arange(len(valid)), len(valid)).astype(np.int32)
 
 
 def row_result(out: StepOutput, row: int) -> StepResult:
@@ -155,7 +170,7 @@ def sampling_of(requests: list[Request], rows: int) -> RowSampling:
     params = [r.params for r in requests]
     return RowSampling(
         temperature=column([p.temperature for p in params], 0, np.float32),
-        top_k=column([p.top_k for p in params], 0, np.int32),
+        top_k=column([min(p.top_k, 2**31 - 1) for p in params], 0, np.int32),
         top_p=column([p.top_p for p in params], 1, np.float32),
         min_p=column([p.min_p for p in params], 0, np.float32),
         key=column([r.key for r in requests], (0, 0), np.uint32),

@@ -1,7 +1,7 @@
 """Text to ids and back, by transformers' tokenizer: prompts, chat templates, incremental decoding."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 from transformers import AutoTokenizer  # noqa: E402
+
+from serving.options import is_whole  # noqa: E402
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -27,20 +29,16 @@ class Tokenizer:
         """Ids of a text (special tokens as the tokenizer adds them), of messages (through the chat template), or ids as
         they are.
 
-        Raises ValueError where messages meet a tokenizer without chat template.
+        Raises ValueError for another kind of prompt, or messages without a chat template.
         """
         if isinstance(prompt, str):
-            return tuple(self.hf.encode(prompt))
+            return tuple(self.hf.encode(prompt, verbose=False))
         if is_messages(prompt):
             if not self.hf.chat_template:
                 raise ValueError("messages need a chat template, and this tokenizer has none")
-            text = self.hf.apply_chat_template(
-                [dict(message) for message in prompt],
-                add_generation_prompt=True,
-                tokenize=False,
-                **chat_template_kwargs,
-            )
-            return tuple(self.hf.encode(text, add_special_tokens=False))
+            options = {"add_generation_prompt": True, **chat_template_kwargs, "tokenize": False}
+            text = self.hf.apply_chat_template(checked_messages(prompt), **options)
+            return tuple(self.hf.encode(text, add_special_tokens=False, verbose=False))
         return token_ids(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -53,12 +51,21 @@ def is_messages(prompt: Any) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
+def checked_messages(prompt: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them. Raises ValueError where role or content is no text."""
+    for message in prompt:
+        texts = isinstance(message, Mapping) and [message.get(name) for name in ("role", "content")]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"a message needs a role and a content, both text: {message!r}")
+    return [dict(message) for message in prompt]
+
+
 def token_ids(prompt: Any) -> tuple[int, ...]:
     """A prompt of ids as a tuple of ints. Raises ValueError for anything else."""
-    try:
-        return tuple(int(i.__index__()) for i in prompt)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"a prompt is a text, a list of token ids or a list of messages, not {prompt!r}") from error
+    listed = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) else [prompt]
+    if not all(map(is_whole, listed)):
+        raise ValueError(f"a prompt is a text, a list of token ids or a list of messages, not {prompt!r}")
+    return tuple(map(int, listed))
 
 
 @dataclass

@@ -118,6 +118,10 @@ def test_lost_array_files_are_an_error_not_zeros(saved, tmp_path):
     checkpoint.save(params, path)
     largest = max(path.rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
     largest.unlink()
-    with pytest.raises(Exception, match=r"(?i)not_found|no such file|missing|failed"):
+    said = ""
+    try:  # not pytest.raises, which would keep the traceback and with it what Orbax left
         checkpoint.restore(path, CFG, jnp.bfloat16, make_mesh())
+    except ValueError as error:
+        said = str(error)
     gc.collect()  # Orbax leaves its other reads unawaited: their complaints belong here
+    assert "lost cannot be read" in said

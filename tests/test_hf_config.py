@@ -331,3 +331,18 @@ def test_a_drafter_for_another_target_is_refused_with_both_numbers():
 )
 def test_end_ids_come_from_both_files(config, generation, ids):
     assert eos_token_ids({"eos_token_id": config}, {"eos_token_id": generation}) == ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_sliding_window": True}, "sliding_window is not given"),
+        ({"rope_scaling": [1]}, "rope_scaling must be a JSON object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor of rope_type 'linear' cannot be '4'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor of rope_type 'linear' cannot be 0"),
+    ],
+)
+def test_values_that_would_change_attention_in_silence_are_refused(fields, message):
+    hf = {name: value for name, value in tiny.TARGET.items() if name != "sliding_window"}
+    with pytest.raises(CheckpointError, match=message):
+        target_config({**hf, **fields})

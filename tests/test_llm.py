@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -104,10 +106,46 @@ def test_no_prompts_give_no_answers(dflash: LLM) -> None:
     assert dflash.generate([], GREEDY) == []
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [None], [[1]], 2.5])
-def test_a_prompt_of_another_kind_is_refused(dflash: LLM, prompt: object) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        dflash.generate([prompt], GREEDY)
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([PROMPTS[0], [1.5]], r"prompt 1: .*not \[1.5\]"),
+        ([[None]], "prompt 0"),
+        ([b"bytes"], "prompt 0"),
+        (b"bytes", "prompt 0"),
+        ([True, False], "prompt 0"),
+        ([2.5], "prompt 0"),
+        (None, "prompts must be"),
+        (5, "prompts must be"),
+        ({"role": "user", "content": "x"}, "prompt 0"),
+        ([{"role": "user"}], "role and a content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "role and a content"),
+        ([{"role": "user", "content": "x"}, "y"], "role and a content"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused_by_its_index(dflash: LLM, prompts: object, message: str) -> None:
+    for call in (dflash.generate, dflash.stream):
+        with pytest.raises(ValueError, match=message):
+            call(prompts, GREEDY)
+
+
+def test_params_of_another_kind_are_refused(dflash: LLM) -> None:
+    with pytest.raises(ValueError, match="params must be SamplingParams"):
+        dflash.generate(PROMPTS[:1], [{"temperature": 0}])
+    with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
+        dflash.generate(PROMPTS[0], [GREEDY, GREEDY])
+
+
+def test_calls_that_overlap_do_not_disturb_one_another(dflash: LLM) -> None:
+    alone = [dflash.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    streams = [dflash.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    last = [[next(stream), next(stream)][1] for stream in streams]
+    assert dflash.generate(PROMPTS[2], GREEDY)[0] == alone[2]
+    for chunks in zip_longest(*streams):
+        last = [chunk or before for chunk, before in zip(chunks, last, strict=True)]
+    assert [chunk.completion for chunk in last] == alone[:2]
+    with ThreadPoolExecutor(3) as threads:
+        assert [done[0] for done in threads.map(lambda prompt: dflash.generate(prompt, GREEDY), PROMPTS)] == alone
 
 
 def test_the_same_seed_draws_the_same_in_every_row_and_others_differ(dflash: LLM, plain: LLM) -> None:

@@ -1,5 +1,6 @@
 """Opening checkpoints: every value where it belongs, every fault of head, vocabulary and ids refused."""
 
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -203,3 +204,22 @@ def test_tiled_copies_are_copies(dtype):
         copied = contiguous(view, np.dtype(np.float32))
         assert copied.flags.c_contiguous
         np.testing.assert_array_equal(copied, view.astype(np.float32))
+
+
+@pytest.mark.parametrize("damage", ["overlap", "negative", "longer"])
+def test_a_weights_file_whose_header_does_not_tile_it_is_refused(tmp_path, damage):
+    folder = tiny.write(tmp_path / "hf", tiny.TARGET, tiny.target_tensors())
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    if damage == "longer":
+        file.write_bytes(raw + b"\0" * 64)
+    else:
+        offsets = header["model.norm.weight"]["data_offsets"]
+        moved = -4 if damage == "overlap" else -offsets[0] - 4
+        header["model.norm.weight"]["data_offsets"] = [offsets[0] + moved, offsets[1] + moved]
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(folder)

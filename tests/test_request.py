@@ -39,8 +39,9 @@ class ScriptedRunner:
         self.script, self.accepted = list(script), list(accepted)
         self.rounds = 0
 
-    def begin(self, requests: list[Request], block: int) -> None:
+    def begin(self, requests: list[Request], block: int) -> "ScriptedRunner":
         self.position = [0] * len(requests)
+        return self
 
     def submit(self, plan: PrefillPlan | DecodePlan) -> list[StepResult]:
         if isinstance(plan, PrefillPlan):
@@ -154,10 +155,10 @@ def test_overlap_is_the_longest_proper_start_at_the_end(text: str, stop: str) ->
 def test_acceptance_statistics() -> None:
     request = run([1] * 40, 12, 8, [7, 0, 2])
     done = request.completion()
-    assert done.acceptance_lengths == (8, 1, 2)  # the last round is limited by what may still be emitted
-    assert done.acceptance_length == pytest.approx(11 / 3)
-    assert done.acceptance_histogram == (2, 1, 1, 1, 1, 1, 1)
-    assert 1 + sum(done.acceptance_lengths) == done.output_tokens
+    assert done.acceptance_lengths == (8, 1, 3)  # the last round is uncut, though only two of its tokens fit
+    assert done.acceptance_length == pytest.approx(4)
+    assert done.acceptance_histogram == (2, 2, 1, 1, 1, 1, 1)
+    assert done.output_tokens == 12
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,18 @@ def test_acceptance_statistics() -> None:
         ({"n": 2, "temperature": 0.0}, "n must be 1"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop must be a list"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be a list"),
+        ({"stop_token_ids": ["3"]}, "stop_token_ids must hold whole numbers"),
+        ({"n": 1.5}, "n must be a whole number, got 1.5"),
+        ({"max_tokens": 2.5}, "max_tokens must be a whole number"),
+        ({"top_k": True}, "top_k must be a whole number, got True"),
+        ({"seed": "abc"}, "seed must be a whole number"),
+        ({"temperature": "0.7"}, "temperature must be a finite number"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"top_p": None}, "top_p must be a finite number, got None"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
     ],
 )
 def test_sampling_params_refuse_what_makes_no_sense(options: dict[str, object], message: str) -> None:

@@ -133,7 +133,7 @@ def check_draft(case: Case, folder: Path, target: Path, kernels: str, verdict: V
     verdict.notes += ["default target_layer_ids"] if any("target_layer_ids" in str(w.message) for w in said) else []
     compare_config(cfg, case, verdict)
     arrays = case.arrays
-    tables = passes.borrowed_tables(target, cfg.vocab_size)
+    tables = passes.borrowed_tables(target)
     drafter = passes.Drafter(pack(plain, cfg, mesh), tables, cfg, kernels, context=len(arrays["ctx.features"]))
 
     features = arrays["ctx.features"]

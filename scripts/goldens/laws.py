@@ -51,7 +51,7 @@ def sampled_pairs(
 
     The rows share the pages that the prefix fills, as behind a prefix hit. All laws have the shapes of the ``longest``.
     """
-    rows, block = len(sampling.key), block_of(model, None)
+    rows, block = len(sampling.key), block_of(model.drafter, None)
     own, most, shared = -(-(PAGE + 1 + block) // PAGE), longest // PAGE, (len(prefix) - 1) // PAGE
     table = np.zeros((rows, most + own), np.int32)
     table[:, :shared] = np.arange(shared)

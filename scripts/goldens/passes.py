@@ -102,16 +102,18 @@ class Runner:
         return self.step([block], [keep])[0]
 
 
-def borrowed_tables(target: Path, vocab: int) -> dict[str, Array]:
-    """A target's embedding and head, float32, by their names in its files; the head without rows of padding."""
+def borrowed_tables(target: Path) -> dict[str, Array]:
+    """A target's embedding and head, float32, by their names in its files; the head without rows of padding. A head in
+    the files counts even where the config says tied: it is a copy, or it is not tied."""
     names = [n for n in open_shelf(target).tensors if not n.startswith(("mtp.", "model.visual."))]
     (embed,) = (name for name in names if name.endswith("embed_tokens.weight"))
     config = read_json(target / "config.json")
-    tied = {**config, **config.get("text_config", {})}.get("tie_word_embeddings", False)
-    head = embed if tied else next(name for name in names if name.endswith("lm_head.weight"))
+    text = {**config, **config.get("text_config", {})}
+    heads = [name for name in names if name.endswith("lm_head.weight")]
+    head = heads[0] if heads or not text.get("tie_word_embeddings", False) else embed
     return {
         "embed": jnp.asarray(read_tensor(target, embed).astype(np.float32)),
-        "head": jnp.asarray(read_tensor(target, head).astype(np.float32)[:vocab]),
+        "head": jnp.asarray(read_tensor(target, head).astype(np.float32)[: text["vocab_size"]]),
     }
 
 
