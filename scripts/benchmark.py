@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,11 @@ WRAPPINGS = {
     "mt_bench": "{}",
 }
 
+AUTHORS_MAX_TOKENS = 256  # the limit behind acceptance.json; under another one the lengths are not comparable
+
+Dtype = Literal["float32", "bfloat16"]
 T = TypeVar("T")
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 compilations = 0
 
@@ -199,17 +202,23 @@ def main() -> None:
 
 @app.command()
 def pair(
-    target: Annotated[Path, typer.Option(help="folder of SmolLM2-135M-Instruct, Hugging Face or converted")],
-    drafter: Annotated[Path, typer.Option(help="its drafter")] = DRAFTER,
+    target: Annotated[Path, typer.Option(help="Hugging Face folder of the target", exists=True, file_okay=False)],
+    drafter: Annotated[
+        Path, typer.Option(help="its drafter", exists=True, file_okay=False, show_default="models/smollm2-dflash")
+    ] = DRAFTER,
     block_size: Annotated[list[int] | None, typer.Option(min=2, help="repeatable; default 16 and 8")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
-    max_tokens: Annotated[int, typer.Option(min=2)] = 256,
+    dtype: Dtype = "bfloat16",
+    max_tokens: Annotated[int, typer.Option(min=2, help="the authors' lengths are shown at 256 only")] = 256,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first prompts of each set")] = None,
-    prompts: Annotated[Path, typer.Option(help="folder with the prompt sets")] = PROMPTS,
+    prompts: Annotated[
+        Path, typer.Option(help="folder with the prompt sets", exists=True, show_default="scripts/prompts")
+    ] = PROMPTS,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
 ) -> None:
     """Plain decoding and DFlash on real prompts: tokens/s, acceptance length beside the authors', ms a step, floor."""
-    records = json.loads((drafter / "acceptance.json").read_text(encoding="utf-8"))["rows"]
+    known = drafter / "acceptance.json"
+    comparable = known.exists() and max_tokens == AUTHORS_MAX_TOKENS
+    records = json.loads(known.read_text(encoding="utf-8"))["rows"] if comparable else []
     engines = {1: LLM(target, dtype=dtype, max_num_seqs=1)} | {
         block: LLM(target, drafter, dtype=dtype, block_size=block, max_num_seqs=1) for block in block_size or (16, 8)
     }
@@ -223,7 +232,9 @@ def pair(
             ids = recorded or list(texts)
             samples = [
                 compiled(partial(decode, llm, texts[i], max_tokens))
-                for i in track(ids, f"{name}, block {block}", console=console, transient=True)
+                for i in track(
+                    ids, f"{name}, block {block}", console=console, transient=True, disable=not console.is_terminal
+                )
             ]
             if block == 1:
                 plain = dict(zip(ids, samples, strict=True))
@@ -236,4 +247,7 @@ def pair(
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except ValueError as error:  # what is wrong with the folders or options, in one line
+        raise SystemExit(f"error: {error}") from error

@@ -70,6 +70,8 @@ def main(
 ) -> None:
     """Run every golden case under FOLDER."""
     chosen = resolve(kernels, jax.default_backend())
+    if wrong := [item for item in real or () if "=" not in item]:
+        raise typer.BadParameter(f"{wrong[0]!r} is not NAME=HF_FOLDER", param_hint="--real")
     folders = dict(item.split("=", 1) for item in real or ())
     unknown = sorted(set(folders) - {p.stem for p in (folder / "real").glob("*.json")})
     if unknown:

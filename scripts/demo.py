@@ -28,15 +28,14 @@ DRAFTER = ROOT / "models" / "smollm2-dflash"
 PAIR = CACHE / "smollm2-dflash"
 
 # A CPU pays for every token of a block, a GPU hardly more than for one: the best block here is below the 16 that the
-# drafter was trained with. Of 4, 6, 8, 12 and 16 this one gave the most tokens/s over maths and code prompts on two
-# cores: scripts/benchmark.py pair --dtype float32 --limit 3 --max-tokens 96 --block-size 4 --block-size 6 ...
+# drafter was trained with. Of 4, 6, 8, 12 and 16, blocks of 6 and 8 gave the most tokens/s over maths and code prompts
+# on two cores (README, Measured).
 BLOCK_SIZE = 6
 
 QUESTIONS = {
-    "maths": "A baker bakes 24 muffins a day. She sells 15 of them for 2 dollars each and the rest for 1 dollar each. "
-    "How many dollars does she take in 7 days?",
+    "maths": "There are 24 students in a class. 15 of them are girls. How many are boys?",
     "code": "Write a Python function that returns the sum of the even numbers in a list.",
-    "explain": "How do I compute the average of 4, 8 and 15? Explain step by step.",
+    "SQL": "What does the SQL statement SELECT * FROM users WHERE age > 30 do?",
 }
 
 console = Console(highlight=False)
@@ -145,7 +144,8 @@ def main(
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     dflash = LLM(convert_pair(target), dtype=dtype.value, block_size=block_size)
     console.print(
-        f"SmolLM2-135M-Instruct with DFlash in blocks of {block_size}, {dtype}; the first answer waits for XLA."
+        f"SmolLM2-135M-Instruct with DFlash in blocks of {block_size}, {dtype}; the first answer waits for XLA. "
+        "A model this small errs: DFlash changes its speed, not its words."
     )
     show_answers(dflash, params)
 

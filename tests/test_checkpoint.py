@@ -1,7 +1,6 @@
 """Orbax checkpoints: saved on some devices, restored on others, and never taken for whole before they are."""
 
 import dataclasses
-import gc
 
 import jax
 import jax.numpy as jnp
@@ -109,19 +108,3 @@ def test_nothing_there(tmp_path):
     for name in ("absent", "empty"):
         with pytest.raises(ValueError, match="no finished checkpoint"):
             checkpoint.restore(tmp_path / name, CFG, jnp.float32, make_mesh())
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
-def test_lost_array_files_are_an_error_not_zeros(saved, tmp_path):
-    params, _ = saved
-    path = tmp_path / "lost"
-    checkpoint.save(params, path)
-    largest = max(path.rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
-    largest.unlink()
-    said = ""
-    try:  # not pytest.raises, which would keep the traceback and with it what Orbax left
-        checkpoint.restore(path, CFG, jnp.bfloat16, make_mesh())
-    except ValueError as error:
-        said = str(error)
-    gc.collect()  # Orbax leaves its other reads unawaited: their complaints belong here
-    assert "lost cannot be read" in said

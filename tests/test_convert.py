@@ -294,3 +294,21 @@ def test_a_damaged_converted_folder_is_refused(pair, tmp_path):
     (tmp_path / "ours" / "config.json").write_text(json.dumps({**ours, "format": "dflash-jax 9"}))
     with pytest.raises(CheckpointError, match="'dflash-jax 9', not 'dflash-jax 1'"):
         load(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut"])
+def test_damaged_arrays_are_an_error_of_one_line_and_not_zeros(pair, tmp_path, damage):
+    """In a process of its own: Orbax leaves its other reads behind, and they complain whenever they end."""
+    to_orbax(pair[0], tmp_path / "ours", pair[1])
+    arrays = [file for file in (tmp_path / "ours" / "target").rglob("*") if file.is_file()]
+    largest = max(arrays, key=lambda file: file.stat().st_size)
+    if damage == "lost":
+        largest.unlink()
+    else:
+        largest.write_bytes(largest.read_bytes()[:100])
+    command = [sys.executable, "-m", "convert", "to-hf", str(tmp_path / "ours"), "--out", str(tmp_path / "hf")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "error: the checkpoint at" in run.stderr
+    assert "cannot be read" in run.stderr
+    assert not (tmp_path / "hf").exists()
