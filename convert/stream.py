@@ -105,7 +105,7 @@ def to_orbax(
     Raises:
         CheckpointError: everything that is wrong with the input, before anything is written.
     """
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists already")
     folder = resolve(target)
     models = {"target": open_target(folder)}
@@ -254,7 +254,7 @@ def to_hf(source: Path, out: Path, progress: Progress = quiet) -> Report:
     Raises:
         CheckpointError: ``source`` is no whole converted folder, or ``out`` exists.
     """
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists already")
     if not is_converted(source):
         raise CheckpointError(f"{source} is not a converted folder")

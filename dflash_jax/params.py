@@ -249,22 +249,28 @@ def context_projection(layers: list[Params]) -> Params:
     return stacked
 
 
-def pack(params: Params, cfg: TargetConfig | DrafterConfig, mesh: Mesh) -> Params:
-    """Plain parameters -> the fused layout that the forward passes read, placed on ``mesh``."""
+def pack(params: Params, cfg: TargetConfig | DrafterConfig, mesh: Mesh, consume: bool = False) -> Params:
+    """Plain parameters -> the fused layout that the forward passes read, placed on ``mesh``.
 
-    def build(params: Params) -> Params:
-        packed = {k: v for k, v in params.items() if k != "layers"}
-        packed["layers"] = [pack_layer(layer, cfg.num_key_value_heads) for layer in params["layers"]]
-        if isinstance(cfg, DrafterConfig):
-            packed |= context_projection(params["layers"])
-        return packed
-
+    ``consume`` deletes the plain arrays of a layer once they are fused, so that memory holds the model and one layer
+    more, not two models; ``params`` is of no use afterwards.
+    """
     declared = {name: leaf.axes for name, leaf in flatten(leaves_of(cfg)).items()}
-    shapes = flatten(jax.eval_shape(build, params))
-    axes = {name: declared.get(name) or PACKED_AXES[name.split(".")[-1]] for name in shapes}
-    place = {name: sharding_of(axes[name], shapes[name].shape, mesh) for name in shapes}
-    built: Params = build(params)
-    return map_named(lambda name, leaf: jax.device_put(leaf, place[name]), built)
+
+    def placed(name: str, leaf: Array) -> Array:
+        axes = declared.get(name) or PACKED_AXES[name.split(".")[-1]]
+        return jax.device_put(leaf, sharding_of(axes, leaf.shape, mesh))
+
+    packed = {name: leaf for name, leaf in params.items() if name != "layers"}
+    if isinstance(cfg, DrafterConfig):
+        packed |= context_projection(params["layers"])
+    packed = map_named(placed, packed)
+    packed["layers"] = []
+    for i, layer in enumerate(params["layers"]):
+        packed["layers"].append(map_named(placed, pack_layer(layer, cfg.num_key_value_heads), f"layers.{i}"))
+        for name in set(PLAIN) & set(layer) if consume else ():
+            layer[name].delete()
+    return packed
 
 
 def unpack(packed: Params) -> Params:

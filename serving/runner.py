@@ -69,8 +69,8 @@ class Runner:
     def __init__(self, loaded: Loaded, mesh: Mesh, kernels: str, config: EngineConfig, max_model_len: int) -> None:
         self.model = Model(loaded.target, loaded.drafter, kernels)
         self.params = ModelParams(
-            target=pack(loaded.target_params, loaded.target, mesh),
-            drafter=loaded.drafter and pack(loaded.drafter_params or {}, loaded.drafter, mesh),
+            target=pack(loaded.target_params, loaded.target, mesh, consume=True),
+            drafter=loaded.drafter and pack(loaded.drafter_params or {}, loaded.drafter, mesh, consume=True),
         )
         self.mesh, self.page_size, self.prefill_chunk = mesh, config.page_size, config.prefill_chunk
         self.max_model_len = max_model_len

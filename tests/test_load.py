@@ -13,7 +13,7 @@ from convert.hf_config import CheckpointError
 from convert.load import load, load_drafter, read_tensor
 from convert.stream import to_hf, to_orbax
 from convert.tensors import contiguous
-from dflash_jax.params import flatten
+from dflash_jax.params import flatten, pack, unpack
 from dflash_jax.sharding import make_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -223,3 +223,18 @@ def test_a_weights_file_whose_header_does_not_tile_it_is_refused(tmp_path, damag
         file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         load(folder)
+
+
+def test_packing_can_be_undone_and_can_consume_its_source(pair):
+    mesh = make_mesh()
+    loaded, kept = load(pair[0], mesh=mesh, drafter=pair[1]), load(pair[0], mesh=mesh, drafter=pair[1])
+    for cfg, params, plain in (
+        (loaded.target, loaded.target_params, kept.target_params),
+        (loaded.drafter, loaded.drafter_params, kept.drafter_params),
+    ):
+        packed = pack(params, cfg, mesh, consume=True)
+        assert params["layers"][0]["q"].is_deleted()
+        assert not params["final_norm"].is_deleted()
+        back = flatten(unpack(packed))
+        assert back.keys() == flatten(plain).keys()
+        assert all(np.array_equal(back[name], leaf) for name, leaf in flatten(plain).items())
