@@ -29,9 +29,10 @@ class LLM:
     """Loads a target and answers prompts; with a drafter the same tokens come faster.
 
     Args:
-        target: a Hugging Face folder, a hub id, or a folder written by ``python -m convert`` (which may hold a
-        drafter). drafter: a DFlash drafter in the same forms. tokenizer: a tokenizer folder, where the target's own has
-        none. options: the fields of ``EngineConfig``.
+        target: a Hugging Face folder, a hub id, or a folder written by ``python -m convert``, which may hold a drafter.
+        drafter: a DFlash drafter in the same forms.
+        tokenizer: a tokenizer folder, where the target's own has none.
+        options: the fields of ``EngineConfig``.
 
     Raises:
         ValueError: anything about the files, the pair or the options that does not fit, before weights are placed.
@@ -63,7 +64,8 @@ class LLM:
         self.generation_config = dict(loaded.generation_config)
         runner = Runner(loaded, mesh, kernels, self.config, self.max_model_len)
         self.engine = Engine(runner, self.block_size, self.config.max_num_seqs)
-        print(start_line(loaded, self.block_size, kernels, mesh), file=sys.stderr)
+        for line in (*loaded.notes, start_line(loaded, self.block_size, kernels, mesh)):
+            print(line, file=sys.stderr)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what generation_config.json sets, as vLLM takes them; ``do_sample: false`` is greedy."""

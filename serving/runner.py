@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.load import Loaded
 from dflash_jax.params import pack
@@ -83,12 +84,17 @@ class Runner:
         top = MAX_LOGPROBS if any(r.params.logprobs for r in requests) else 0
         model = dataclasses.replace(self.model, top_logprobs=min(top, self.model.target.vocab_size))
         dtype = self.params.target["embed"].dtype
+        table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+        # Once a batch, not once a step: neither changes while it runs.
+        table, sampling = jax.device_put(
+            (table, sampling_of(requests, rows)), NamedSharding(self.mesh, PartitionSpec())
+        )
         return Batch(
             params=self.params,
             model=model,
             state=new_state(model, rows, rows * pages, self.page_size, dtype, self.mesh),
-            table=np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
-            sampling=sampling_of(requests, rows),
+            table=table,
+            sampling=sampling,
             prefill_chunk=self.prefill_chunk,
         )
 
@@ -104,7 +110,7 @@ class Batch:
     params: ModelParams
     model: Model
     state: StepState
-    table: np.ndarray
+    table: jax.Array
     sampling: RowSampling
     prefill_chunk: int
 

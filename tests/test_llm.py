@@ -273,6 +273,17 @@ def test_defaults_come_from_generation_config(target: Path, tmp_path: Path) -> N
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.95, 16)
 
 
+def test_what_is_left_out_of_the_files_is_said(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(target, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    save_file(weights, tmp_path / "model.safetensors")
+    LLM(tmp_path)
+    assert "skipped lm_head.weight: the head is tied" in capsys.readouterr().err
+
+
 @pytest.mark.devices(2)
 def test_ids_equal_on_two_devices(target: Path, plain: LLM) -> None:
     llm = LLM(target, PAIR / "draft", dtype="float32", tensor_parallel_size=2, seed=5)
