@@ -58,7 +58,8 @@ class StepInputs(struct.PyTreeNode):
     """One decode step as the host plans it: numpy arrays.
 
     rows int32 [B] row slots (R marks padding), table int32 [B, P] page ids, valid int32 [B] (0: padding), width int32
-    [B] how much of the block each row may use, 1 .. T, sampling.
+    [B] how much of the block each row may use, 1 .. T, sampling. logprobs: bool [], whether a row wants the top
+    logprobs of this step; they are zeros otherwise.
     """
 
     rows: HostArray
@@ -66,10 +67,14 @@ class StepInputs(struct.PyTreeNode):
     valid: HostArray
     width: HostArray
     sampling: RowSampling
+    logprobs: HostArray = True
 
 
 class PrefillInputs(struct.PyTreeNode):
-    """One chunk of prompt: tokens int32 [B, C] of which valid [B] exist, behind start [B] tokens already cached."""
+    """One chunk of prompt: tokens int32 [B, C] of which valid [B] exist, behind start [B] tokens already cached.
+
+    anchor: int32 [B] or [], the token that is known to follow (a row that was preempted comes back), -1: draw it.
+    """
 
     rows: HostArray
     table: HostArray
@@ -77,6 +82,8 @@ class PrefillInputs(struct.PyTreeNode):
     start: HostArray
     valid: HostArray
     sampling: RowSampling
+    anchor: HostArray = -1
+    logprobs: HostArray = True
 
 
 class StepOutput(struct.PyTreeNode):
@@ -153,7 +160,7 @@ def decode_step(
     state = commit(params, model, state, inputs, hidden, tokens, positions, emitted, lengths)
     last = jnp.take_along_axis(draws, accepted[:, None], axis=1)[:, 0]
     state = advance(state, inputs.rows, lengths + count, last)
-    return state, output(model, logits, draws, count, emitted)
+    return state, output(model, logits, draws, count, emitted, inputs.logprobs)
 
 
 @partial(jax.jit, static_argnames="model", donate_argnames="state")
@@ -175,9 +182,10 @@ def prefill_step(
     last = jnp.maximum(inputs.valid - 1, 0)[:, None]
     logits = target.head(params.target, model.target, jnp.take_along_axis(hidden.final, last[..., None], axis=1))
     draws = sampling.draw(logits, inputs.sampling, jnp.take_along_axis(positions, last, axis=1) + 1)
-    state = advance(state, inputs.rows, inputs.start + inputs.valid, draws[:, 0])
+    anchor = jnp.where(jnp.asarray(inputs.anchor) >= 0, inputs.anchor, draws[:, 0])
+    state = advance(state, inputs.rows, inputs.start + inputs.valid, anchor)
     count = jnp.minimum(inputs.valid, 1)
-    return state, output(model, logits, draws, count, count[:, None] > 0)
+    return state, output(model, logits, draws, count, count[:, None] > 0, inputs.logprobs)
 
 
 def borrow(params: ModelParams, model: Model) -> TargetIO:
@@ -252,15 +260,21 @@ def advance(state: StepState, rows: Array, lengths: Array, anchor: Array) -> Ste
     )
 
 
-def output(model: Model, logits: Array, draws: Array, count: Array, emitted: Array) -> StepOutput:
+def output(
+    model: Model, logits: Array, draws: Array, count: Array, emitted: Array, logprobs: Array | bool
+) -> StepOutput:
     """What the host gets of a step; ``finite`` judges the emitted positions (bool [B, T]) only."""
     logprob, finite = sampling.log_probabilities(logits, draws)
-    k = model.top_logprobs
-    if k:
-        top, ids = jax.lax.top_k(logits, k)
-        top = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    else:
-        top, ids = jnp.zeros((*draws.shape, 0), jnp.float32), jnp.zeros((*draws.shape, 0), jnp.int32)
+    shape = (*draws.shape, model.top_logprobs)
+
+    def likeliest(logits: Array) -> tuple[Array, Array]:
+        top, ids = jax.lax.top_k(logits, model.top_logprobs)
+        return top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), ids
+
+    def none(_: Array) -> tuple[Array, Array]:
+        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+
+    top, ids = jax.lax.cond(logprobs, likeliest, none, logits) if model.top_logprobs else none(logits)
     return StepOutput(
         tokens=draws,
         count=count,

@@ -1,7 +1,8 @@
-"""The engine that people use: ``LLM``, ``SamplingParams``, ``Completion``."""
+"""The engine that people use: ``LLM``, ``AsyncLLM``, ``SamplingParams``, ``Completion``."""
 
+from serving.async_llm import AsyncLLM
 from serving.config import EngineConfig
 from serving.llm import LLM
 from serving.request import Chunk, Completion, FinishReason, SamplingParams
 
-__all__ = ["LLM", "Chunk", "Completion", "EngineConfig", "FinishReason", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "Chunk", "Completion", "EngineConfig", "FinishReason", "SamplingParams"]

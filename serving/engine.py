@@ -1,65 +1,69 @@
-"""The loop that drives the runner: batches of requests, prefill, then rounds until every row has ended.
+"""The loop: plan, submit, and only then wait for the step before. The device always has its next step.
 
-Batching is static: a batch runs until its last row is done. Streams and batch calls share it.
+With ``overlap`` off each step is awaited before the next is planned: slower, and the same tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter
 
 from serving.request import Request
-from serving.runner import Batch, DecodePlan, PrefillPlan, Runner, StepResult
+from serving.runner import Pending, Runner
+from serving.scheduler import DecodePlan, Scheduler
+from serving.stats import StepStats
 
 
+@dataclass
 class Engine:
-    """Runs requests to their end."""
+    """Drives requests through the runner. Not for several threads at once: whoever shares it locks."""
 
-    def __init__(self, runner: Runner, block_size: int, max_num_seqs: int) -> None:
-        self.runner, self.block_size, self.max_num_seqs = runner, block_size, max_num_seqs
+    scheduler: Scheduler
+    runner: Runner
+    overlap: bool = True
+    inflight: deque[Pending] = field(default_factory=deque)
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Runs requests in order; yields a request each time it has something new, the last time finished."""
-        yield from (r for r in requests if r.finished)
-        waiting = [r for r in requests if not r.finished]
-        for start in range(0, len(waiting), self.max_num_seqs):
-            yield from self.run_batch(waiting[start : start + self.max_num_seqs])
+    @property
+    def stats(self) -> StepStats:
+        """What has been done so far."""
+        return self.scheduler.stats
 
-    def run_batch(self, batch: list[Request]) -> Iterator[Request]:
-        """Prefill in chunks, then decode until all rows have ended."""
-        device = self.runner.begin(batch, self.block_size)
-        yield from self.prefill(batch, device)
-        while live := [r for r in batch if not r.finished]:
-            width = tuple(0 if r.finished else self.block_size for r in batch)
-            results = device.collect(device.submit(DecodePlan(self.block_size, width)))
-            for request, result in zip(batch, results, strict=False):
-                if not request.finished:
-                    request.acceptance_lengths.append(len(result.tokens))
-                    apply(request, result)
-            yield from live
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.inflight or self.scheduler.waiting or self.scheduler.rows)
 
-    def prefill(self, batch: list[Request], device: Batch) -> Iterator[Request]:
-        """Chunks of all prompts side by side; a row's first token comes with the end of its prompt."""
-        chunk = self.runner.prefill_chunk
-        for start in range(0, max(len(r.prompt) for r in batch), chunk):
-            pieces = tuple(r.prompt[start : start + chunk] for r in batch)
-            pending = device.submit(PrefillPlan(start, pieces))
-            ended = [row for row, r in enumerate(batch) if start < len(r.prompt) <= start + chunk]
-            if ended:
-                results = device.collect(pending)
-                for row in ended:
-                    apply(batch[row], results[row])
-                    yield batch[row]
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run fails here and now."""
+        self.scheduler.add(request)
 
+    def abort(self, request: Request) -> None:
+        """End a request; its tokens so far stay."""
+        self.scheduler.abort(request)
 
-def apply(request: Request, result: StepResult) -> None:
-    """Give a row's step to its request; a step with NaN or infinite logits ends that request alone."""
-    if not result.finite:
-        request.fail("the target's logits are not finite (NaN or infinity) for this request")
-        return
-    k = request.params.logprobs
-    request.accept(result.tokens, [trimmed(entry, k or 0) for entry in result.logprobs])
+    def step(self) -> list[Request]:
+        """Submit the next step, wait for the one before, and notify the requests that it brought something."""
+        start, waited = perf_counter(), self.stats.wait_s
+        plan = self.scheduler.next_plan()
+        if plan is not None:
+            self.inflight.append(self.runner.submit(plan))
+        keep = 1 if self.overlap and plan is not None else 0
+        touched: list[Request] = []
+        while len(self.inflight) > keep:
+            touched += self.finish()
+        self.stats.host_s += perf_counter() - start - (self.stats.wait_s - waited)
+        for request in touched:
+            request.notify(request)
+        return touched
 
-
-def trimmed(entry: dict[int, float], k: int) -> dict[int, float]:
-    """The token's own log-probability and the k likeliest ones."""
-    own = next(iter(entry))
-    best = sorted(entry, key=entry.__getitem__, reverse=True)[:k]
-    return {token: entry[token] for token in dict.fromkeys([own, *best])}
+    def finish(self) -> list[Request]:
+        """Wait for the oldest step in flight and take its results."""
+        start = perf_counter()
+        results = self.runner.collect(self.inflight[0])
+        self.stats.wait_s += perf_counter() - start
+        plan = self.inflight.popleft().plan  # only now: an interrupted wait can be repeated
+        if isinstance(plan, DecodePlan):
+            self.stats.steps += 1
+            self.stats.rows += len(plan.slots)
+        else:
+            self.stats.prefills += 1
+        return self.scheduler.apply(plan, results)

@@ -3,6 +3,8 @@
 import dataclasses
 import secrets
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -15,11 +17,10 @@ from convert.load import Loaded, open_checkpoint
 from dflash_jax.cache import resolve
 from dflash_jax.generate import row_key
 from dflash_jax.sharding import Mesh, make_mesh
-from dflash_jax.step import block_of
+from serving.build import build_engine, packed, policy_of, warm_up
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import Chunk, Completion, Request, SamplingParams
-from serving.runner import Runner
 from serving.tokenizer import IncrementalText, Prompt, Tokenizer, is_messages, token_ids
 
 Prompts = Prompt | Sequence[Prompt]
@@ -55,17 +56,27 @@ class LLM:
         self.max_model_len = self.config.max_model_len or positions
         if self.max_model_len > positions:
             raise ValueError(f"max_model_len {self.max_model_len} exceeds the target's {positions} positions")
-        self.block_size = block_of(checkpoint.drafter, self.config.block_size)
+        policy = policy_of(checkpoint.drafter, self.config, mesh)
         folder = checkpoint.tokenizer if tokenizer is None else Path(tokenizer)
         self.tokenizer = None if folder is None else Tokenizer(folder)
 
         loaded = checkpoint.place(self.config.dtype, mesh)
         self.vocab_rows, self.eos_token_ids = loaded.target.vocab_rows, loaded.eos_token_ids
         self.generation_config = dict(loaded.generation_config)
-        runner = Runner(loaded, mesh, kernels, self.config, self.max_model_len)
-        self.engine = Engine(runner, self.block_size, self.config.max_num_seqs)
-        for line in (*loaded.notes, start_line(loaded, self.block_size, kernels, mesh)):
+        params, model = packed(loaded, mesh, kernels)
+        self.engine = build_engine(params, model, mesh, self.config, self.max_model_len, policy=policy)
+        self.lock = threading.Lock()  # calls may come from several threads: one at a time drives the engine
+        self.unwanted: deque[Request] = deque()
+        for line in (*loaded.notes, start_line(loaded, self.engine, mesh)):
             print(line, file=sys.stderr)
+
+    def warm_up(self, progress: bool | None = None) -> None:
+        """Compile every step that can occur, so that nothing compiles later, and measure when drafting pays.
+
+        progress: a progress bar; default: when stderr is a terminal.
+        """
+        with self.lock:
+            warm_up(self.engine, progress)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what generation_config.json sets, as vLLM takes them; ``do_sample: false`` is greedy."""
@@ -100,10 +111,13 @@ class LLM:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
             task = bar.add_task("requests", total=len(requests))
-            for request in self.engine.run(requests):
+            rounds = tokens = 0
+            for request in self.run(requests):
                 if request.finished:
-                    rate = sum(len(r.output) for r in requests) / max(bar.tasks[0].elapsed or 0, 1e-9)
-                    bar.update(task, advance=1, description=f"{rate:,.0f} tokens/s")
+                    rounds += max(len(request.acceptance_lengths), 1)
+                    tokens += len(request.output)
+                    rate = tokens / max(bar.tasks[0].elapsed or 0, 1e-9)
+                    bar.update(task, advance=1, description=f"{rate:,.0f} tokens/s, {tokens / rounds:.2f} a round")
         return [request.completion() for request in requests]
 
     def stream(
@@ -115,7 +129,42 @@ class LLM:
     ) -> Iterator[Chunk]:
         """As ``generate``, yielding text and ids as they come; a sample's last chunk carries its Completion."""
         requests = self.requests(prompts, params, chat_template_kwargs)  # now, so that errors show here
-        return (request.chunk() for request in self.engine.run(requests))
+        return (request.chunk() for request in self.run(requests))
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Runs requests together with those of other calls; yields one whenever it has something new, the last time
+        finished. Whoever stops early aborts the rest."""
+        news: deque[Request] = deque()
+        finished: set[Request] = set()
+        with self.lock:
+            for request in requests:
+                request.notify = news.append
+                self.engine.add(request)
+                if request.finished:
+                    news.append(request)
+        try:
+            while len(finished) < len(requests):
+                with self.lock:
+                    self.drop_unwanted()
+                    if not news:  # another call's step may have brought some
+                        self.engine.step()
+                while news:
+                    request = news.popleft()
+                    if request not in finished:
+                        if request.finished:
+                            finished.add(request)
+                        yield request
+        finally:
+            # A generator may be collected anywhere, inside a step of this very thread too: no waiting here.
+            self.unwanted.extend(r for r in requests if r not in finished)
+            if self.lock.acquire(blocking=False):
+                self.drop_unwanted()
+                self.lock.release()
+
+    def drop_unwanted(self) -> None:
+        """Abort what nobody waits for any more; the caller holds the lock."""
+        while self.unwanted:
+            self.engine.abort(self.unwanted.popleft())
 
     def requests(
         self,
@@ -180,7 +229,7 @@ class LLM:
         return request
 
 
-def start_line(loaded: Loaded, block_size: int, kernels: str, mesh: Mesh) -> str:
+def start_line(loaded: Loaded, engine: Engine, mesh: Mesh) -> str:
     """What runs, in one line; sizes that the devices do not divide are named, since they are replicated."""
     parts = mesh.shape["model"]
     sizes = {
@@ -189,9 +238,12 @@ def start_line(loaded: Loaded, block_size: int, kernels: str, mesh: Mesh) -> str
         "vocabulary": loaded.target.vocab_rows,
     }
     whole = [f"{size} {name}" for name, size in sizes.items() if size % parts]
+    blocks, runner = engine.scheduler.policy.blocks, engine.runner
+    tokens, gigabytes = runner.pages * engine.scheduler.page_size, runner.cache_bytes / 1e9
     return (
         f"{loaded.target.model_type} target, {'DFlash drafter' if loaded.drafter else 'no drafter'}, "
-        f"block {block_size}, {loaded.dtype}, kernels {kernels}, {mesh.size} x {mesh.devices.flat[0].device_kind}"
+        f"block {'/'.join(map(str, dict.fromkeys(blocks.values())))}, {loaded.dtype}, kernels {runner.model.kernels}, "
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind}, K/V of {tokens:,} tokens ({gigabytes:.2f} GB)"
         + (f"; not divisible by {parts}, so on every device: {', '.join(whole)}" if whole else "")
     )
 

@@ -1,6 +1,6 @@
 """A request on the host: what was asked, what has come, when it ends. Pure Python; it never sees an array."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
     ERROR = "error"
 
 
@@ -84,7 +85,7 @@ class Completion:
     the stop token. stop_reason: the stop string or id that ended it. acceptance_lengths: accepted drafts + 1 of each
     round, uncut; acceptance_length: their mean (1.0 without a round). acceptance_histogram[i]: rounds that accepted at
     least i + 1 drafts, over ``len(acceptance_lengths)`` rounds. logprobs: per token {id: log-probability}, its own
-    first. error: why this item alone failed.
+    first. cached_tokens: prompt tokens that the prefix cache had. error: why this item alone failed.
     """
 
     index: int
@@ -97,6 +98,7 @@ class Completion:
     acceptance_lengths: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...] | None
     error: str | None
+    cached_tokens: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -119,31 +121,34 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a stream yields: new text and ids of one sample; ``completion`` is set on its last chunk."""
+    """What a stream yields: new text and ids of one sample, with their log-probabilities where they were asked for;
+    ``completion`` is set on its last chunk."""
 
     index: int
     sample: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...] | None = None
     completion: Completion | None = None
 
 
 class Detokenizer(Protocol):
     """Text of ids that come one by one."""
 
-    def push(self, token: int) -> str:
-        """The text that became certain with this id, perhaps none."""
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that became certain with these ids, perhaps none."""
 
     def flush(self) -> str:
         """The text still held back."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One sample of one prompt while it runs.
+    """One sample of one prompt while it waits and runs.
 
     limit: most output tokens, from max_tokens and the context's end. stop_ids: ids that end it. detokenizer None: no
-    tokenizer, so no text. It ends by itself in ``accept`` (stop, length) or by ``fail``.
+    tokenizer, so no text. priority: lower runs first; arrival: among equals, set by the scheduler. notify: called after
+    a step that brought it something. It ends by itself in ``accept`` (stop, length), or by ``fail`` or ``abort``.
     """
 
     index: int
@@ -154,8 +159,13 @@ class Request:
     limit: int
     stop_ids: frozenset[int]
     detokenizer: Detokenizer | None
+    priority: int = 0
+    arrival: int = 0
+    cached_tokens: int = 0
+    notify: Callable[["Request"], None] = lambda _: None
     output: list[int] = field(default_factory=list)
     text: str = ""
+    decoded: int = 0  # output ids that the text covers
     logprobs: list[dict[int, float]] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -169,19 +179,36 @@ class Request:
         """Whether nothing more will be accepted."""
         return self.finish_reason is not None
 
-    def accept(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float]]) -> None:
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Ids ``start`` .. ``end`` of prompt and output together."""
+        split = len(self.prompt)
+        if end <= split:
+            return self.prompt[start:end]
+        return (*self.prompt[start:split], *self.output[max(start - split, 0) : end - split])
+
+    def accept(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float]] | None = None) -> None:
         """Take tokens in order until one ends the request; the rest is dropped, as if decoding had gone one by one."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
+        for i, token in enumerate(tokens):
             if self.finished:
                 return
             self.output.append(token)
-            self.logprobs.append(logprob)
+            if self.params.logprobs is not None and logprobs is not None:
+                self.logprobs.append(trimmed(logprobs[i], self.params.logprobs))
             if token in self.stop_ids:
                 self.finish(FinishReason.STOP, token)
                 return
-            self.extend_text(self.detokenizer.push(token) if self.detokenizer else "")
+            if self.params.stop:  # else the text can wait until somebody looks
+                self.decode()
             if not self.finished and len(self.output) >= self.limit:
                 self.finish(FinishReason.LENGTH, None)
+
+    def decode(self) -> None:
+        """Bring the text up to the output; a stop token gives none."""
+        end = len(self.output) - (bool(self.output) and self.output[-1] in self.stop_ids)
+        if self.detokenizer and self.decoded < end:
+            piece = self.detokenizer.push(self.output[self.decoded : end])
+            self.decoded = end
+            self.extend_text(piece)
 
     def extend_text(self, piece: str) -> None:
         """Append text and end at the first stop string that it completes."""
@@ -195,6 +222,7 @@ class Request:
 
     def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
         """End the request; text still held back by the detokenizer may yet complete a stop string."""
+        self.decode()
         if self.detokenizer:
             self.extend_text(self.detokenizer.flush())
         if not self.finished:
@@ -204,8 +232,14 @@ class Request:
         """End the request with an error; what was computed stays."""
         self.finish_reason, self.error = FinishReason.ERROR, error
 
+    def abort(self) -> None:
+        """End the request because nobody wants it any more; what was computed stays."""
+        if not self.finished:
+            self.finish(FinishReason.ABORT, None)
+
     def chunk(self) -> Chunk:
         """What is new since the last chunk; text that may be the start of a stop string waits."""
+        self.decode()
         held = 0 if self.finished else max((overlap(self.text, s) for s in self.params.stop), default=0)
         end = len(self.text) - held
         chunk = Chunk(
@@ -213,6 +247,7 @@ class Request:
             sample=self.sample,
             text=self.text[self.streamed_text : end],
             token_ids=tuple(self.output[self.streamed_ids :]),
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs[self.streamed_ids :]),
             completion=self.completion() if self.finished else None,
         )
         self.streamed_text, self.streamed_ids = max(end, self.streamed_text), len(self.output)
@@ -221,6 +256,7 @@ class Request:
     def completion(self) -> Completion:
         """The finished answer."""
         assert self.finish_reason is not None, "the request is still running"
+        self.decode()
         return Completion(
             index=self.index,
             sample=self.sample,
@@ -232,6 +268,7 @@ class Request:
             acceptance_lengths=tuple(self.acceptance_lengths),
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             error=self.error,
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -247,3 +284,10 @@ def tuple_of(name: str, values: Any) -> tuple[Any, ...]:
 def overlap(text: str, stop: str) -> int:
     """Length of the longest proper start of ``stop`` that ``text`` ends with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def trimmed(entry: dict[int, float], k: int) -> dict[int, float]:
+    """The token's own log-probability and the k likeliest ones."""
+    own = next(iter(entry))
+    best = sorted(entry, key=entry.__getitem__, reverse=True)[:k]
+    return {token: entry[token] for token in dict.fromkeys([own, *best])}

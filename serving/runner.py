@@ -1,18 +1,26 @@
-"""The device side of the engine: parameters, caches and the jitted steps. Plans come in as ids, results go out as
-numpy.
+"""The device side of the engine: parameters, caches and compiled steps. Plans of integers go in, integers come out.
 
-``submit`` only enqueues; ``collect`` is the one call that waits for the device.
+A plan becomes one int32 matrix, so that a step costs one transfer each way; floats travel as their bits. ``submit``
+only enqueues; ``collect`` is the one call that waits for the device.
 """
 
-import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from convert.load import Loaded
-from dflash_jax.params import pack
+from dflash_jax import verify
+from dflash_jax.cache import bytes_of
 from dflash_jax.sampling import RowSampling
 from dflash_jax.sharding import Mesh
 from dflash_jax.step import (
@@ -26,163 +34,275 @@ from dflash_jax.step import (
     new_state,
     prefill_step,
 )
-from serving.config import EngineConfig
-from serving.request import MAX_LOGPROBS, Request
+from dflash_jax.verify import Accept
+from serving.request import SamplingParams
+from serving.scheduler import DecodePlan, Plan, PrefillPlan, StepResult
+from serving.shapes import DecodeShape, PrefillShape, Shapes
+
+SAMPLING = 6  # int32 columns of a row's sampling
+PREFIX = 5 + SAMPLING  # columns before a row's page table
+TIMED_CONTEXT = 256  # cached tokens of each row when steps are timed
+# XLA leaves conditionals out of CUDA graphs by default, and then a step's launch waits until the device has reached
+# its condition: no step could be enqueued ahead. One H200, SmolLM2, 32 rows, block 8: 6.9 ms a step without, 3.1 with.
+GPU_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": "1",
+}
+
+Step = Callable[[ModelParams, StepState, Any], tuple[StepState, "Packed"]]
 
 
-@dataclass(frozen=True)
-class PrefillPlan:
-    """One chunk of prompts: for each row its tokens (perhaps none) behind ``start`` cached ones."""
-
-    start: int
-    tokens: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """One draft-verify round of ``block`` tokens; width[row] of them may be used, 0 for a finished row."""
-
-    block: int
-    width: tuple[int, ...]
+# What a step returns: int32 [B, 2 + 2 T] count, finite, tokens, bits of logprobs; and [B, T, 2 k] the top logprobs.
+Packed = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A step that was enqueued."""
+    """A step on its way: its plan and what will come."""
 
-    output: StepOutput
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One row of a step on the host: emitted ids, their {id: log-probability} (own id first), whether logits were
-    finite.
-    """
-
-    tokens: list[int]
-    logprobs: list[dict[int, float]]
-    finite: bool
+    plan: Plan
+    launched: Future[Packed]
 
 
 class Runner:
-    """Owns the packed parameters; ``begin`` opens a batch."""
+    """Owns packed parameters and device state, and runs plans on them.
 
-    def __init__(self, loaded: Loaded, mesh: Mesh, kernels: str, config: EngineConfig, max_model_len: int) -> None:
-        self.model = Model(loaded.target, loaded.drafter, kernels)
-        self.params = ModelParams(
-            target=pack(loaded.target_params, loaded.target, mesh, consume=True),
-            drafter=loaded.drafter and pack(loaded.drafter_params or {}, loaded.drafter, mesh, consume=True),
+    Args:
+        params, model: the pair, packed, on ``mesh``.
+        shapes: the table of step shapes.
+        pages: of the pool; page ids from there on are "no page".
+        accept: the acceptance rule; benchmarks may script it.
+    """
+
+    def __init__(
+        self,
+        params: ModelParams,
+        model: Model,
+        mesh: Mesh,
+        shapes: Shapes,
+        pages: int,
+        accept: Accept = verify.equality,
+    ) -> None:
+        self.params, self.model, self.mesh, self.shapes, self.pages, self.accept = (
+            params,
+            model,
+            mesh,
+            shapes,
+            pages,
+            accept,
         )
-        self.mesh, self.page_size, self.prefill_chunk = mesh, config.page_size, config.prefill_chunk
-        self.max_model_len = max_model_len
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        dtype = params.target["embed"].dtype
+        self.state = new_state(model, shapes.max_rows, pages, shapes.page_size, dtype, mesh)
+        self.steps: dict[DecodeShape | PrefillShape, Step] = {}
+        # Launching a step of many small kernels takes as long as they run; meanwhile this thread plans the next one.
+        self.launcher = ThreadPoolExecutor(1, "launcher")
+        self.table = np.full((shapes.max_rows, shapes.max_pages), pages, np.int32)
+        self.sampling = np.zeros((shapes.max_rows, SAMPLING), np.int32)
 
-    def begin(self, requests: list[Request], block: int) -> "Batch":
-        """Fresh caches for a batch. Rows and pages a row are powers of two, so that few shapes compile."""
-        longest = max(len(r.prompt) + r.limit for r in requests)
-        pages = min(power_of_two(self.pages(longest + block)), self.pages(self.max_model_len + block))
-        rows = power_of_two(len(requests))
-        top = MAX_LOGPROBS if any(r.params.logprobs for r in requests) else 0
-        model = dataclasses.replace(self.model, top_logprobs=min(top, self.model.target.vocab_size))
-        dtype = self.params.target["embed"].dtype
-        table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-        # Once a batch, not once a step: neither changes while it runs.
-        table, sampling = jax.device_put(
-            (table, sampling_of(requests, rows)), NamedSharding(self.mesh, PartitionSpec())
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of both models' pages."""
+        return bytes_of((self.state.target, self.state.drafter))
+
+    # --- compilation
+
+    def step(self, shape: DecodeShape | PrefillShape) -> Step:
+        """The compiled step of a shape, compiled now where it is not."""
+        if shape not in self.steps:
+            self.steps[shape] = self.compiled(shape)
+            self.shapes.ready.add(shape)
+        return self.steps[shape]
+
+    def compiled(self, shape: DecodeShape | PrefillShape) -> Step:
+        """Compile a step from shapes alone; nothing runs."""
+        model, accept, pages = self.model, self.accept, shape.pages
+
+        def step(params: ModelParams, state: StepState, packed: jax.Array) -> tuple[StepState, Packed]:
+            if isinstance(shape, PrefillShape):
+                state, out = prefill_step(params, model, state, prefill_inputs(packed, pages))
+            else:
+                state, out = decode_step(params, model, shape.block, state, decode_inputs(packed), accept)
+            return state, pack_output(out)
+
+        columns = PREFIX + pages + (shape.chunk if isinstance(shape, PrefillShape) else 0)
+        packed = jax.ShapeDtypeStruct((shape.rows, columns), jnp.int32, sharding=self.replicated)
+        places = jax.tree.map(lambda x: x.sharding, self.state)
+        step_of = jax.jit(step, donate_argnums=1, out_shardings=(places, self.replicated))
+        options = GPU_OPTIONS if self.mesh.devices.flat[0].platform == "gpu" else None
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (self.params, self.state)
         )
-        return Batch(
-            params=self.params,
-            model=model,
-            state=new_state(model, rows, rows * pages, self.page_size, dtype, self.mesh),
-            table=table,
-            sampling=sampling,
-            prefill_chunk=self.prefill_chunk,
-        )
+        return step_of.lower(*shapes, packed).compile(compiler_options=options)
 
-    def pages(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
-        return -(-tokens // self.page_size)
+    def warm_up(self, shapes: Sequence[DecodeShape | PrefillShape], done: Callable[[], None]) -> None:
+        """Compile shapes side by side; ``done`` is called after each."""
+        missing = [s for s in shapes if s not in self.steps]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            for future in as_completed([pool.submit(self.step, shape) for shape in missing]):
+                future.result()
+                done()
 
+    def ms_of(self, shape: DecodeShape, repeats: int = 4, ahead: int = 8) -> float:
+        """Milliseconds of a decode step of a shape, every row behind some hundred cached tokens: the median of some
+        runs, ``ahead`` steps enqueued in each. The engine must be idle; overwrites pages that no request holds.
+        """
+        step = self.step(shape)
+        packed = np.zeros((shape.rows, PREFIX + shape.pages), np.int32)
+        packed[:, 0], packed[:, 1], packed[:, 2] = np.arange(shape.rows), 1, shape.block
+        packed[:, PREFIX:] = np.arange(packed[:, PREFIX:].size).reshape(shape.rows, -1) % self.pages
+        context = min(TIMED_CONTEXT, shape.pages * self.shapes.page_size // 2)
+        times = []
+        for _ in range(repeats):
+            lengths = np.full(self.state.lengths.shape, context, np.int32)
+            self.state = self.state.replace(lengths=jax.device_put(lengths, self.replicated))
+            start = perf_counter()
+            for _ in range(ahead):
+                self.state, out = step(self.params, self.state, packed)
+            jax.block_until_ready(out)
+            times.append((perf_counter() - start) / ahead)
+        return 1e3 * median(times[1:])
 
-@dataclass
-class Batch:
-    """The rows of one batch on the device. Batches share parameters and nothing else, so any number may be open."""
+    # --- steps
 
-    params: ModelParams
-    model: Model
-    state: StepState
-    table: jax.Array
-    sampling: RowSampling
-    prefill_chunk: int
+    def submit(self, plan: Plan) -> Pending:
+        """Enqueue a step and the copy of its results."""
+        for grant in plan.grants:
+            if grant.at == 0:
+                self.table[grant.slot] = self.pages
+            self.table[grant.slot, grant.at : grant.at + len(grant.pages)] = grant.pages
+        if isinstance(plan, PrefillPlan):
+            for admission in plan.admissions:
+                self.sampling[admission.slot] = sampling_bits(admission.params, admission.key)
+        packed = self.packed(plan)
+        return Pending(plan, self.launcher.submit(self.launch, self.step(plan.shape), packed, plan.logprobs))
 
-    def submit(self, plan: PrefillPlan | DecodePlan) -> Pending:
-        """Enqueue a step."""
-        return Pending(self.prefill(plan) if isinstance(plan, PrefillPlan) else self.decode(plan))
+    def launch(self, step: Step, packed: np.ndarray, logprobs: bool) -> Packed:
+        """Hand a step to the device, and ask for the copy of its results."""
+        self.state, (rows, top) = step(self.params, self.state, packed)
+        rows.copy_to_host_async()
+        if logprobs:
+            top.copy_to_host_async()
+        return rows, top
 
-    def prefill(self, plan: PrefillPlan) -> StepOutput:
-        """One chunk of every row's prompt."""
-        rows = len(self.table)
-        tokens, valid = np.zeros((rows, self.prefill_chunk), np.int32), np.zeros(rows, np.int32)
-        for row, piece in enumerate(plan.tokens):
-            tokens[row, : len(piece)], valid[row] = piece, len(piece)
-        start = np.full(rows, plan.start, np.int32)
-        inputs = PrefillInputs(present(valid), self.table, tokens, start, valid, self.sampling)
-        self.state, output = prefill_step(self.params, self.model, self.state, inputs)
-        return output
-
-    def decode(self, plan: DecodePlan) -> StepOutput:
-        """One draft-verify round."""
-        width = np.zeros(len(self.table), np.int32)
-        width[: len(plan.width)] = plan.width
-        valid = (width > 0).astype(np.int32)
-        inputs = StepInputs(present(valid), self.table, valid, width, self.sampling)
-        self.state, output = decode_step(self.params, self.model, plan.block, self.state, inputs)
-        return output
+    def packed(self, plan: Plan) -> np.ndarray:
+        """A plan as one int32 matrix: per row slot, valid, width or start, anchor, logprobs, sampling, page table,
+        tokens; rows of padding go to the slot behind the last.
+        """
+        shape, slots = plan.shape, list(plan.slots)
+        used, wide = len(slots), PREFIX + shape.pages
+        packed = np.zeros((shape.rows, wide + (shape.chunk if isinstance(shape, PrefillShape) else 0)), np.int32)
+        packed[used:, 0] = len(self.table)
+        packed[:used, 0] = slots
+        packed[:used, 4] = plan.logprobs
+        packed[:used, 5:PREFIX] = self.sampling[slots]
+        packed[:used, PREFIX:wide] = self.table[slots, : shape.pages]
+        packed[used:, PREFIX:wide] = self.pages
+        if isinstance(plan, DecodePlan):
+            packed[:used, 1] = 1
+            packed[:used, 2] = plan.widths
+            return packed
+        for row, piece in zip(packed, plan.pieces, strict=False):
+            row[1], row[2] = len(piece.tokens), piece.start
+            row[3] = piece.anchor if piece.last and piece.anchor is not None else -1
+            row[wide : wide + len(piece.tokens)] = piece.tokens
+        return packed
 
     def collect(self, pending: Pending) -> list[StepResult]:
-        """Wait for a step and copy its results; one entry a row."""
-        out = jax.device_get(pending.output)
-        return [row_result(out, row) for row in range(len(self.table))]
+        """Wait for a step; one result a row of its plan."""
+        launched = pending.launched.result()
+        rows = np.asarray(launched[0])
+        top = np.asarray(launched[1]) if pending.plan.logprobs else None
+        block = (rows.shape[1] - 2) // 2
+        logprobs = rows[:, 2 + block :].view(np.float32)
+        counts, tokens = rows[:, 0].tolist(), rows[:, 2 : 2 + block].tolist()
+        return [
+            StepResult(
+                tokens=tokens[i][: counts[i]],
+                logprobs=entries(tokens[i], logprobs[i], None if top is None else top[i], counts[i]),
+                finite=bool(rows[i, 1]),
+            )
+            for i in range(len(pending.plan.slots))
+        ]
 
 
-def present(valid: np.ndarray) -> np.ndarray:
-    """Row slots of a step; rows that take no part get the sentinel and keep their state."""
-    return np.where(valid > 0, np.arange(len(valid)), len(valid)).astype(np.int32)
+def bytes_of_page(model: Model, dtype: Any, page_size: int, mesh: Mesh) -> int:
+    """Bytes on each device of one page of both models' K/V."""
+    state = new_state(model, 1, 1, page_size, dtype, mesh)
+    leaves = jax.tree.leaves((state.target, state.drafter))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def row_result(out: StepOutput, row: int) -> StepResult:
-    """One row of a step's output, cut to what it emitted."""
-    count = int(out.count[row])
-    tokens = out.tokens[row, :count].tolist()
-    logprobs = [
-        {token: own} | dict(zip(ids, tops, strict=True))
-        for token, own, ids, tops in zip(
-            tokens,
-            out.logprob[row, :count].tolist(),
-            out.top_tokens[row, :count].tolist(),
-            out.top_logprob[row, :count].tolist(),
-            strict=True,
-        )
-    ]
-    return StepResult(tokens, logprobs, bool(out.finite[row]))
+def free_bytes(mesh: Mesh) -> int | None:
+    """The least free memory of the mesh's devices, None where they do not say (CPUs)."""
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    if not all(stats):
+        return None
+    return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats if s)
 
 
-def sampling_of(requests: list[Request], rows: int) -> RowSampling:
-    """RowSampling of a batch as numpy, padded with greedy rows."""
-    padding = rows - len(requests)
+def use_compilation_cache(folder: Path | None = None) -> None:
+    """Keep compiled steps in a folder, so that the next start need not wait for XLA. None: where JAX is told to keep
+    them already, else in the user's cache folder."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    chosen = folder or jax.config.read("jax_compilation_cache_dir") or home / "dflash-jax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(chosen))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles many steps that take less
 
-    def column(values: list, fill: object, dtype: type) -> np.ndarray:
-        return np.array(values + [fill] * padding, dtype)
 
-    params = [r.params for r in requests]
-    return RowSampling(
-        temperature=column([p.temperature for p in params], 0, np.float32),
-        top_k=column([min(p.top_k, 2**31 - 1) for p in params], 0, np.int32),
-        top_p=column([p.top_p for p in params], 1, np.float32),
-        min_p=column([p.min_p for p in params], 0, np.float32),
-        key=column([r.key for r in requests], (0, 0), np.uint32),
+def sampling_bits(params: SamplingParams, key: tuple[int, int]) -> np.ndarray:
+    """How a row draws as int32 [6]: temperature, top_p, min_p (bits), top_k, key."""
+    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+    return np.concatenate([floats, [min(params.top_k, 2**31 - 1)], np.array(key, np.uint32).view(np.int32)])
+
+
+def row_sampling(packed: jax.Array) -> RowSampling:
+    """The inverse, on the device."""
+    columns = packed[:, 5:PREFIX]
+    floats = jax.lax.bitcast_convert_type(columns[:, :3], jnp.float32)
+    key = jax.lax.bitcast_convert_type(columns[:, 4:6], jnp.uint32)
+    return RowSampling(floats[:, 0], columns[:, 3], floats[:, 1], floats[:, 2], key)
+
+
+def decode_inputs(packed: jax.Array) -> StepInputs:
+    """A decode plan's matrix as the step takes it."""
+    return StepInputs(
+        rows=packed[:, 0],
+        table=packed[:, PREFIX:],
+        valid=packed[:, 1],
+        width=packed[:, 2],
+        sampling=row_sampling(packed),
+        logprobs=packed[0, 4] > 0,
     )
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two >= n >= 1."""
-    return 1 << (n - 1).bit_length()
+def prefill_inputs(packed: jax.Array, pages: int) -> PrefillInputs:
+    """A prefill plan's matrix as the step takes it."""
+    return PrefillInputs(
+        rows=packed[:, 0],
+        table=packed[:, PREFIX : PREFIX + pages],
+        tokens=packed[:, PREFIX + pages :],
+        start=packed[:, 2],
+        valid=packed[:, 1],
+        sampling=row_sampling(packed),
+        anchor=packed[:, 3],
+        logprobs=packed[0, 4] > 0,
+    )
+
+
+def pack_output(out: StepOutput) -> Packed:
+    """A step's output as integers."""
+    bits = jax.lax.bitcast_convert_type(out.logprob, jnp.int32)
+    rows = [out.count[:, None], out.finite[:, None].astype(jnp.int32), out.tokens, bits]
+    top = jax.lax.bitcast_convert_type(out.top_logprob, jnp.int32)
+    return jnp.concatenate(rows, axis=1), jnp.concatenate([out.top_tokens, top], axis=-1)
+
+
+def entries(tokens: list[int], own: np.ndarray, top: np.ndarray | None, count: int) -> list[dict[int, float]]:
+    """{id: log-probability} of each emitted token, its own id first."""
+    chosen = [{token: value} for token, value in zip(tokens[:count], own[:count].tolist(), strict=True)]
+    if top is None:
+        return chosen
+    k = top.shape[-1] // 2
+    ids, values = top[:count, :k].tolist(), np.ascontiguousarray(top[:count, k:]).view(np.float32).tolist()
+    return [mine | dict(zip(i, v, strict=True)) for mine, i, v in zip(chosen, ids, values, strict=True)]

@@ -81,9 +81,9 @@ class IncrementalText:
     start: int = 0
     read: int = 0
 
-    def push(self, token: int) -> str:
-        """The text that became certain with this id, perhaps none."""
-        self.ids.append(token)
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that became certain with these ids, perhaps none."""
+        self.ids.extend(tokens)
         piece = self.pending()
         if not piece or piece.endswith(BROKEN):
             return ""

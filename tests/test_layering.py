@@ -26,9 +26,10 @@ THIRD_PARTY: Mapping[str, tuple[str, ...]] = {
 IN_FILES: Mapping[str, tuple[str, ...]] = {
     "dflash_jax/checkpoint.py": ("orbax",),
     "dflash_jax/training/*.py": ("optax", "rich", "orbax"),
+    "serving/batch.py": ("typer",),
     "serving/runner.py": ("jax",),
     "serving/tokenizer.py": ("transformers",),
-    "serving/server*.py": ("starlette", "uvicorn", "pydantic", "prometheus_client"),
+    "serving/server*.py": ("starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "jinja2", "typer"),
 }
 ONLY_IN: Mapping[str, tuple[str, ...]] = {
     "jax.experimental.pallas.triton": ("pallas_kernels/backend.py",),

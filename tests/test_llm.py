@@ -43,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dflash(target: Path) -> LLM:
-    return LLM(target, PAIR / "draft", dtype="float32", seed=5)
+    return LLM(target, PAIR / "draft", dtype="float32", block_size=8, seed=5)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,19 @@
 """Stops and budgets inside accepted blocks: whatever the blocks, a request ends as one-token decoding would end it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving import FinishReason, SamplingParams
+from serving.blocks import fixed
 from serving.engine import Engine
+from serving.pages import PagePool
 from serving.request import Request, overlap
-from serving.runner import DecodePlan, PrefillPlan, StepResult
+from serving.scheduler import Plan, PrefillPlan, Scheduler, StepResult
+from serving.shapes import Shapes
 
 STOP = 7
 
@@ -20,8 +24,8 @@ class Letters:
     def __init__(self, late: int = 0) -> None:
         self.late, self.held = late, ""
 
-    def push(self, token: int) -> str:
-        self.held += chr(97 + token % 26)
+    def push(self, tokens: Sequence[int]) -> str:
+        self.held += "".join(chr(97 + token % 26) for token in tokens)
         ready, self.held = self.held[: len(self.held) - self.late], self.held[len(self.held) - self.late :]
         return ready
 
@@ -33,40 +37,44 @@ class Letters:
 class ScriptedRunner:
     """A runner whose target says ``script`` after any prompt and whose rounds accept as told, in turn."""
 
-    prefill_chunk = 4
-
     def __init__(self, script: Sequence[int], accepted: Sequence[int]) -> None:
         self.script, self.accepted = list(script), list(accepted)
-        self.rounds = 0
+        self.rounds = self.position = 0
 
-    def begin(self, requests: list[Request], block: int) -> "ScriptedRunner":
-        self.position = [0] * len(requests)
-        return self
-
-    def submit(self, plan: PrefillPlan | DecodePlan) -> list[StepResult]:
+    def submit(self, plan: Plan) -> "Done":
         if isinstance(plan, PrefillPlan):
-            return [self.step(row, 1) for row in range(len(plan.tokens))]
+            return Done(plan, [self.step(1)])
         wanted = self.accepted[self.rounds % len(self.accepted)] + 1
         self.rounds += 1
-        return [self.step(row, min(wanted, width)) for row, width in enumerate(plan.width)]
+        return Done(plan, [self.step(min(wanted, plan.widths[0]))])
 
-    def step(self, row: int, count: int) -> StepResult:
-        start, self.position[row] = self.position[row], self.position[row] + count
+    def step(self, count: int) -> StepResult:
+        start, self.position = self.position, self.position + count
         tokens = self.script[start : start + count]
         return StepResult(tokens, [{token: 0.0} for token in tokens], True)
 
-    def collect(self, pending: list[StepResult]) -> list[StepResult]:
-        return pending
+    def collect(self, pending: "Done") -> list[StepResult]:
+        return pending.results
+
+
+@dataclass
+class Done:
+    """A step that needs no device."""
+
+    plan: Plan
+    results: list[StepResult]
 
 
 def run(script: Sequence[int], cap: int, block: int, accepted: Sequence[int], **options: object) -> Request:
     late = int(options.pop("late", 0))  # type: ignore[call-overload]
     params = SamplingParams(max_tokens=cap, **options)  # type: ignore[arg-type]
     request = Request(0, 0, (1, 2, 3), params, (0, 0), cap, frozenset({STOP, *params.stop_token_ids}), Letters(late))
-    last = None
-    for last in Engine(ScriptedRunner(script, accepted), block, 4).run([request]):  # type: ignore[arg-type] # noqa: B007
-        pass
-    assert last is request
+    shapes = Shapes(max_rows=1, max_pages=16, chunk=4, page_size=16, narrow=False)
+    scheduler = Scheduler(PagePool(16), None, shapes, fixed(shapes.rows, block))
+    engine = Engine(scheduler, ScriptedRunner(script, accepted))  # type: ignore[arg-type]
+    engine.add(request)
+    while engine.busy:
+        engine.step()
     assert request.finished
     return request
 
