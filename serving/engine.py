@@ -41,11 +41,19 @@ class Engine:
         self.scheduler.abort(request)
 
     def step(self) -> list[Request]:
-        """Submit the next step, wait for the one before, and notify the requests that it brought something."""
+        """Submit the next step, wait for the one before, and notify the requests that it brought something.
+
+        A step that fails on the device (its memory is full, say) raises what it raised; requests that ran fail with it,
+        those that wait can go on.
+        """
         start, waited = perf_counter(), self.stats.wait_s
         plan = self.scheduler.next_plan()
         if plan is not None:
-            self.inflight.append(self.runner.submit(plan))
+            try:
+                self.inflight.append(self.runner.submit(plan))
+            except BaseException as error:  # an interrupt too: the plan is made, and nothing will come of it
+                self.abandon(error)
+                raise
         keep = 1 if self.overlap and plan is not None else 0
         touched: list[Request] = []
         while len(self.inflight) > keep:
@@ -58,7 +66,11 @@ class Engine:
     def finish(self) -> list[Request]:
         """Wait for the oldest step in flight and take its results."""
         start = perf_counter()
-        results = self.runner.collect(self.inflight[0])
+        try:
+            results = self.runner.collect(self.inflight[0])
+        except Exception as error:
+            self.abandon(error)
+            raise
         self.stats.wait_s += perf_counter() - start
         plan = self.inflight.popleft().plan  # only now: an interrupted wait can be repeated
         if isinstance(plan, DecodePlan):
@@ -67,3 +79,10 @@ class Engine:
         else:
             self.stats.prefills += 1
         return self.scheduler.apply(plan, results)
+
+    def abandon(self, error: BaseException) -> None:
+        """Start anew after a step that failed: what the device held is lost."""
+        self.inflight.clear()
+        self.runner.reset()
+        for request in self.scheduler.reset(f"the engine's step failed: {type(error).__name__}: {error}"):
+            request.notify(request)

@@ -92,13 +92,23 @@ class Runner:
             accept,
         )
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        dtype = params.target["embed"].dtype
-        self.state = new_state(model, shapes.max_rows, pages, shapes.page_size, dtype, mesh)
+        self.state = self.empty()
         self.steps: dict[DecodeShape | PrefillShape, Step] = {}
         # Launching a step of many small kernels takes as long as they run; meanwhile this thread plans the next one.
         self.launcher = ThreadPoolExecutor(1, "launcher")
         self.table = np.full((shapes.max_rows, shapes.max_pages), pages, np.int32)
         self.sampling = np.zeros((shapes.max_rows, SAMPLING), np.int32)
+
+    def empty(self) -> StepState:
+        """The state of an engine that holds nothing."""
+        dtype = self.params.target["embed"].dtype
+        return new_state(self.model, self.shapes.max_rows, self.pages, self.shapes.page_size, dtype, self.mesh)
+
+    def reset(self) -> None:
+        """Forget what steps have written, after one that failed: it may have taken the donated state with it."""
+        self.launcher.submit(lambda: None).result()  # nothing is on its way to the device any more
+        del self.state  # its memory first
+        self.state = self.empty()
 
     @property
     def cache_bytes(self) -> int:

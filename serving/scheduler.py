@@ -189,6 +189,17 @@ class Scheduler:
         for row in [r for r in self.rows if r.request is request]:
             self.settle(row)
 
+    def reset(self, error: str) -> list[Request]:
+        """Fail what runs and forget all pages, because the device lost them; the requests that failed."""
+        failed = [row.request for row in self.rows if not row.request.finished]
+        for request in failed:
+            request.fail(error)
+        self.rows, self.by_slot, self.admissions, self.grants = [], {}, [], []
+        self.slots = list(range(self.shapes.max_rows - 1, -1, -1))
+        self.pool = PagePool(self.pool.total)
+        self.tree = self.tree and RadixCache(self.pool, self.page_size)
+        return failed
+
     # --- plans
 
     def next_plan(self) -> Plan | None:

@@ -573,6 +573,35 @@ def test_a_request_that_is_aborted_while_it_waits_never_runs(garage: Garage, che
     assert (request.finish_reason, request.output) == (FinishReason.ABORT, [])
 
 
+@pytest.mark.parametrize("where", ["packed", "launch"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_that_fails_takes_what_ran_with_it_and_nothing_else(
+    garage: Garage, checksum: Pair, monkeypatch: pytest.MonkeyPatch, where: str, overlap: bool
+) -> None:
+    engine = garage.engine(checksum, SHORT, block_size=BLOCK, page_size=8, max_num_seqs=2, overlap=overlap)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    prompts = [[3, i, 5] for i in range(4)]
+    wanted = [r.output for r in garage.run(engine, [request_of(p, params) for p in prompts])]
+    requests, heard = [request_of(p, params, index=i) for i, p in enumerate(prompts)], []
+    for request in requests:
+        request.notify = lambda r: heard.append(r.index)
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner, where, lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            garage.run(engine, [])
+    failed = [r for r in requests if r.finished]
+    assert len(failed) == 2
+    assert {r.index for r in failed} <= set(heard)
+    assert all("RuntimeError: no memory" in str(r.error) for r in failed)
+    while engine.busy:
+        engine.step()
+    garage.balanced(engine)
+    assert [r.output for r in requests if r.error is None] == wanted[2:]
+
+
 # --- row 18: nothing compiles once it is warm
 
 
