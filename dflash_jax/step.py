@@ -235,6 +235,9 @@ def commit(
 ) -> StepState:
     """Write the kept rows (bool [B, T]) of both models to the same slots."""
     slots = cache.slots_of(state.target, inputs.table, positions, keep)
+    # Never true, but XLA cannot know: the writes wait for the last layer. Without it, where the slots do not depend on
+    # what was read (plain decoding, prefill), XLA may write first, and for that it copies the whole pool every step.
+    slots = jnp.where(hidden.final[:, :1, 0] > jnp.inf, state.target.slots, slots)
     written = state.replace(target=cache.commit(state.target, hidden.rows, slots, model.kernels))
     if model.drafter is None or state.drafter is None:
         return written

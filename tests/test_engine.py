@@ -20,12 +20,13 @@ from dflash_jax.step import ModelParams
 from dflash_jax.verify import equality
 from serving import FinishReason, SamplingParams
 from serving.blocks import adaptive
-from serving.build import warm_up
+from serving.build import build_engine, warm_up
+from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import Request
 from serving.runner import decode_inputs
 from serving.scheduler import DecodePlan, Row
-from serving.shapes import DecodeShape
+from serving.shapes import DecodeShape, PrefillShape
 
 MANY = 24  # requests against generate(): 200 in the full run
 PAGE_SIZES = (1, 8, 16, 64)
@@ -660,3 +661,14 @@ def test_adaptive_blocks_change_no_id(garage: Garage, mesh: Mesh, name: str, per
         assert stats.acceptance_length == BLOCK
     if name == "never":
         assert stats.acceptance_length == 1
+
+
+# --- memory
+
+
+def test_no_step_copies_the_pool(tiny: Pair) -> None:
+    """A cache that is read and written in one step must be written in place, however large it is."""
+    config = EngineConfig(max_num_seqs=1, page_size=16, num_pages=5000, block_size=8)
+    runner = build_engine(tiny.params, tiny.model, tiny.mesh, config, 64).runner
+    for shape in (PrefillShape(1, 32, 4), DecodeShape(1, 1, 4), DecodeShape(1, 8, 4)):
+        assert runner.step(shape).memory_analysis().temp_size_in_bytes < runner.cache_bytes / 20
