@@ -79,18 +79,16 @@ def attend(
     view: View,
     layer: int,
     q: Array,
-    k: Array,
-    v: Array,
+    kv: Array,
     positions: Array,
     valid: Array,
     causal: bool | Array,
     window: int | None,
 ) -> Array:
-    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own k, v [B, T, G, H]."""
+    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own kv [B, T, 2, G, H]."""
     return block_attention(
         q,
-        k,
-        v,
+        kv,
         view.kv.k[layer],
         view.kv.v[layer],
         view.table,
@@ -107,23 +105,12 @@ def attend(
 def commit(cache: PagedKV, rows: Rows, slots: Array, kernels: str = "reference") -> PagedKV:
     """Writes rows [B, T] to explicit slots int32 [B, T]; the sentinel ``cache.slots`` drops a row."""
     flat = slots.reshape(-1)
-    k: list[Array] = []
-    v: list[Array] = []
-    for kv in rows.kv:
-        start, layers = len(k), kv.shape[2]
-        finish = rows.finish
-        if finish is not None:
-            finish = Finish(
-                finish.k_norm[start : start + layers],
-                finish.cos.reshape(flat.size, -1),
-                finish.sin.reshape(flat.size, -1),
-                finish.eps,
-            )
-        pages = list(zip(cache.k[start : start + layers], cache.v[start : start + layers], strict=True))
-        written = inject_kv(pages, kv.reshape(flat.size, *kv.shape[2:]), flat, finish, implementation=kernels)
-        k += [pair[0] for pair in written]
-        v += [pair[1] for pair in written]
-    return cache.replace(k=tuple(k), v=tuple(v))
+    finish = rows.finish
+    if finish is not None:
+        finish = finish._replace(cos=finish.cos.reshape(flat.size, -1), sin=finish.sin.reshape(flat.size, -1))
+    groups = [kv.reshape(flat.size, *kv.shape[2:]) for kv in rows.kv]
+    written = inject_kv(list(zip(cache.k, cache.v, strict=True)), groups, flat, finish, implementation=kernels)
+    return cache.replace(k=tuple(k for k, _ in written), v=tuple(v for _, v in written))
 
 
 def bytes_of(tree: Any) -> int:

@@ -1,4 +1,4 @@
-"""The arithmetic that every model shares: linear maps, norms, rotary embedding, SwiGLU.
+"""The arithmetic that every model shares: linear maps, norms, rotary embedding.
 
 Products of float32 arrays are true float32 (no TF32); bfloat16 products accumulate in float32. Norm statistics, angles
 and rotations are float32 whatever the model's dtype.
@@ -6,33 +6,21 @@ and rotations are float32 whatever the model's dtype.
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from dflash_jax.config import RopeConfig
+from pallas_kernels import linear, split_heads
 from pallas_kernels.arithmetic import exact, rms_norm, rotate
+from pallas_kernels.linear import Norm
 
-__all__ = ["exact", "linear", "logits_of", "rms_norm", "rope_table", "rotate", "swiglu"]
-
-
-def linear(x: Array, weight: Array, bias: Array | None = None, contract: int = 1) -> Array:
-    """x [..., *C] @ weight [*C, *O] -> [..., *O], contracting the last ``contract`` dimensions of x; x's dtype."""
-    axes = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
-    out = lax.dot_general(x, weight, (axes, ((), ())), precision=exact(x.dtype))
-    return out if bias is None else out + bias
+__all__ = ["Norm", "exact", "linear", "logits_of", "rms_norm", "rope_table", "rotate", "split_heads"]
 
 
 def logits_of(x: Array, table: Array) -> Array:
     """x [..., D] against a table [V, D] -> float32 [..., V]."""
     return jnp.einsum("...d,vd->...v", x, table, precision=exact(x.dtype), preferred_element_type=jnp.float32)
-
-
-def swiglu(x: Array, gate_up: Array, down: Array, bias: Array | None = None, down_bias: Array | None = None) -> Array:
-    """down(silu(gate x) * up x); gate_up [D, 2, F], down [F, D], bias [2, F], down_bias [D]."""
-    both = linear(x, gate_up, bias)
-    return linear(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down, down_bias)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -1,7 +1,12 @@
-"""Two kernels for both models: ``block_attention`` reads K/V, ``inject_kv`` writes it. Arrays in, arrays out."""
+"""The ops that models are made of. Arrays in, arrays out.
+
+``block_attention`` reads K/V, ``inject_kv`` writes it; ``linear`` and ``split_heads`` are what lies between.
+"""
 
 from pallas_kernels.backend import resolve
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.inject_kv import inject_kv
+from pallas_kernels.linear import linear
+from pallas_kernels.split_heads import split_heads
 
-__all__ = ["block_attention", "inject_kv", "resolve"]
+__all__ = ["block_attention", "inject_kv", "linear", "resolve", "split_heads"]

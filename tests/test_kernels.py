@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pallas_kernels import backend, block_attention, inject_kv, resolve
-from pallas_kernels.block_attention import IMPLEMENTATIONS as ATTENTION
-from pallas_kernels.inject_kv import IMPLEMENTATIONS as INJECT
+from pallas_kernels import backend, block_attention, inject_kv, linear, resolve, split_heads
 from pallas_kernels.inject_kv import Finish
+from pallas_kernels.linear import Norm
+
+PLATFORM = jax.default_backend()
+HERE = [name for name, platforms in backend.IMPLEMENTED.items() if platforms is None or PLATFORM in platforms]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def pools(case: Case, rng: np.random.Generator) -> tuple[list[NDArray], NDArray,
     return [part.astype(case.dtype) for part in pool], table, kept
 
 
-@pytest.mark.parametrize("implementation", ATTENTION)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_block_attention(case: Case, implementation: str) -> None:
     rng = np.random.default_rng(CASES.index(case))
@@ -76,9 +78,9 @@ def test_block_attention(case: Case, implementation: str) -> None:
     rows, heads = len(case.lengths), case.kv_heads * case.share
     lengths, valid = np.array(case.lengths, np.int32), np.array(case.valid or (case.block,) * rows, np.int32)
     q = rng.normal(size=(rows, case.block, heads, case.head_dim)).astype(case.dtype)
-    k, v = rng.normal(size=(2, rows, case.block, case.kv_heads, case.head_dim)).astype(case.dtype)
+    kv = rng.normal(size=(rows, case.block, 2, case.kv_heads, case.head_dim)).astype(case.dtype)
     for row in range(rows):  # rows that do not exist may hold anything
-        k[row, valid[row] :] = v[row, valid[row] :] = np.nan
+        kv[row, valid[row] :] = np.nan
     parents = [-1, 0, 0, 1, 1, 2, 3, 5, 5, 7, 8, 9, 9, 11, 12, 14][: case.block]
     tree = tree_mask(parents)
     depth = tree.sum(axis=1) - 1 if case.causal == "tree" else np.arange(case.block)
@@ -90,7 +92,7 @@ def test_block_attention(case: Case, implementation: str) -> None:
             *args, page=case.page, causal=rule, window=case.window, implementation=implementation
         )
     )
-    out = call(q, k, v, *pool, table, lengths, valid, positions)
+    out = call(q, kv, *pool, table, lengths, valid, positions)
     assert out.dtype == jnp.dtype(case.dtype)
     assert out.shape == q.shape
     for row in range(rows):
@@ -100,8 +102,8 @@ def test_block_attention(case: Case, implementation: str) -> None:
         visible = np.concatenate([np.ones((n, size), bool), inside], axis=1)
         if case.window is not None:
             visible &= key_positions > s - case.window
-        keys = np.concatenate([kept[row][0], k[row, :n].astype(np.float64)])
-        values = np.concatenate([kept[row][1], v[row, :n].astype(np.float64)])
+        keys = np.concatenate([kept[row][0], kv[row, :n, 0].astype(np.float64)])
+        values = np.concatenate([kept[row][1], kv[row, :n, 1].astype(np.float64)])
         exact = float64.attention(q[row, :n].astype(np.float64), keys, values, visible)
         bound = 2e-5 if case.dtype == "float32" else 2e-2
         np.testing.assert_allclose(np.asarray(out[row, :n], np.float64), exact, atol=bound)
@@ -116,17 +118,18 @@ def tree_mask(parents: list[int]) -> NDArray[np.bool_]:
     return mask
 
 
-@pytest.mark.parametrize("implementation", ATTENTION)
+@pytest.mark.parametrize("implementation", HERE)
 def test_queries_that_see_nothing_give_zeros(implementation: str) -> None:
     zeros = jnp.zeros((1, 2, 1, 64))
     out = block_attention(
-        zeros + 1, zeros, zeros + 1, zeros[0] * jnp.nan, zeros[0] * jnp.nan, jnp.zeros((1, 1), jnp.int32),
+        zeros + 1, jnp.stack([zeros, zeros + 1], axis=2), zeros[0] * jnp.nan, zeros[0] * jnp.nan,
+        jnp.zeros((1, 1), jnp.int32),
         jnp.array([0]), jnp.array([0]), jnp.array([[0, 1]]), page=2, causal=True, implementation=implementation,
     )  # fmt: skip
     np.testing.assert_array_equal(out, zeros)
 
 
-@pytest.mark.parametrize("implementation", INJECT)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize(("layers", "kv_heads", "head_dim", "raw", "dtype"), [
     (1, 2, 64, False, "float32"),
     (3, 2, 80, True, "float32"),
@@ -148,7 +151,13 @@ def test_inject_kv(layers: int, kv_heads: int, head_dim: int, raw: bool, dtype: 
         jnp.asarray(weight, dtype), np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32), 1e-6
     )
     call = jax.jit(
-        lambda pages, kv, to: inject_kv(pages, kv, to, finish if raw else None, implementation=implementation)
+        lambda pages, kv, to: inject_kv(
+            pages,
+            [kv[:, :1], kv[:, 1:]] if layers > 1 else [kv],
+            to,
+            finish if raw else None,
+            implementation=implementation,
+        )
     )
     out = call(list(zip(*old, strict=True)), kv, to)
 
@@ -172,9 +181,92 @@ def test_inject_kv(layers: int, kv_heads: int, head_dim: int, raw: bool, dtype: 
 def test_an_implementation_is_chosen_out_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("reference", "cpu") == "reference"
     assert resolve("auto", "cpu") in backend.IMPLEMENTED
-    with pytest.raises(ValueError, match="kernels='tritn' is not implemented; choose auto or one of reference"):
+    with pytest.raises(
+        ValueError, match="kernels='tritn' is not implemented; choose auto or one of triton, interpreted, reference"
+    ):
         resolve("tritn", "cpu")
     monkeypatch.setitem(backend.IMPLEMENTED, "abacus", ("desk",))
     assert resolve("abacus", "desk") == "abacus"
     with pytest.raises(ValueError, match="kernels='abacus' runs on desk, not on 'cpu'"):
         resolve("abacus", "cpu")
+
+
+@pytest.mark.parametrize("implementation", HERE)
+@pytest.mark.parametrize(("tokens", "features", "columns", "parts", "dtype"), [
+    (1, 64, (96,), "", "float32"),
+    (3, 576, (2, 5, 32), "norm bias", "float32"),
+    (16, 128, (64,), "norm gated", "float32"),
+    (16, 256, (64,), "norm bias gated", "bfloat16"),
+    (17, 192, (48,), "residual", "float32"),
+    (32, 128, (32,), "bias residual", "bfloat16"),
+    (5, 40, (24,), "norm bias gated residual", "float32"),  # no power of two divides these
+    (70, 64, (32,), "norm gated residual", "float32"),  # many tokens
+])  # fmt: skip
+def test_linear(
+    tokens: int, features: int, columns: tuple[int, ...], parts: str, dtype: str, implementation: str
+) -> None:
+    rng = np.random.default_rng(tokens)
+    gated = "gated" in parts
+    shape = (2, *columns) if gated else columns
+    x = rng.normal(size=(1, tokens, features)).astype(dtype)
+    weight = (rng.normal(size=(features, *shape)) * features**-0.5).astype(dtype)
+    scale, bias = rng.normal(size=features).astype(dtype), rng.normal(size=shape).astype(dtype)
+    residual = rng.normal(size=(1, tokens, *columns)).astype(dtype)
+    call = jax.jit(
+        lambda x, weight, scale, bias, residual: linear(
+            x,
+            weight,
+            norm=Norm(scale, 1e-6) if "norm" in parts else None,
+            bias=bias if "bias" in parts else None,
+            gated=gated,
+            residual=residual if "residual" in parts else None,
+            implementation=implementation,
+        )
+    )
+    out = call(x, weight, scale, bias, residual)
+    assert out.shape == residual.shape
+    assert out.dtype == jnp.dtype(dtype)
+
+    exact = x.astype(np.float64)
+    if "norm" in parts:
+        exact = float64.norm(exact, scale.astype(np.float64), 1e-6)
+    exact = np.tensordot(exact, weight.astype(np.float64), axes=1)
+    if "bias" in parts:
+        exact = exact + bias.astype(np.float64)
+    if gated:
+        exact = float64.silu(exact[:, :, 0]) * exact[:, :, 1]
+    if "residual" in parts:
+        exact = exact + residual.astype(np.float64)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=1e-5 if dtype == "float32" else 8e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("implementation", HERE)
+@pytest.mark.parametrize(("kv_heads", "share", "head_dim", "normed", "dtype"), [
+    (2, 4, 64, True, "float32"),
+    (3, 3, 80, False, "float32"),
+    (1, 1, 128, True, "bfloat16"),
+])  # fmt: skip
+def test_split_heads(kv_heads: int, share: int, head_dim: int, normed: bool, dtype: str, implementation: str) -> None:
+    rng, positions = np.random.default_rng(share), np.arange(7, 13)
+    qkv = rng.normal(size=(2, 3, kv_heads, share + 2, head_dim)).astype(dtype)
+    scales = rng.normal(size=(2, head_dim)).astype(dtype)
+    frequencies = float64.plain_frequencies(1e4, head_dim)
+    angles = (positions[:, None] * frequencies).reshape(2, 3, -1)
+    q, kv = jax.jit(
+        lambda qkv, scales, cos, sin: split_heads(
+            qkv, (scales[0], scales[1]) if normed else None, 1e-6, cos, sin, implementation=implementation
+        )
+    )(qkv, scales, np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32))
+    assert q.shape == (2, 3, kv_heads * share, head_dim)
+    assert kv.shape == (2, 3, 2, kv_heads, head_dim)
+    assert q.dtype == kv.dtype == jnp.dtype(dtype)
+
+    exact = qkv.astype(np.float64).reshape(6, kv_heads, share + 2, head_dim)
+    parts = [exact[:, :, :share].reshape(6, -1, head_dim), exact[:, :, share]]
+    if normed:
+        parts = [float64.norm(part, scale.astype(np.float64), 1e-6) for part, scale in zip(parts, scales, strict=True)]
+    parts = [float64.rotated(part, positions, frequencies) for part in parts]
+    bound = {"atol": 2e-5 if dtype == "float32" else 2e-2, "rtol": 1e-5 if dtype == "float32" else 2e-2}
+    np.testing.assert_allclose(np.asarray(q, np.float64).reshape(6, -1, head_dim), parts[0], **bound)
+    np.testing.assert_allclose(np.asarray(kv[:, :, 0], np.float64).reshape(6, kv_heads, head_dim), parts[1], **bound)
+    np.testing.assert_array_equal(kv[:, :, 1], qkv[:, :, :, -1])

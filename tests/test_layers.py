@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import float64
 import jax
@@ -14,7 +15,7 @@ from tiny_models import DRAFTER
 from dflash_jax import RopeConfig, cache
 from dflash_jax.cache import PagedKV, View
 from dflash_jax.drafters import TargetIO, dflash
-from dflash_jax.layers import inverse_frequencies, rms_norm, rope_table, rotate, swiglu
+from dflash_jax.layers import inverse_frequencies, linear, rms_norm, rope_table, rotate
 from dflash_jax.params import init, pack
 
 LINEAR = RopeConfig(1e4, "linear", factor=4.0)
@@ -111,7 +112,9 @@ def test_norm_rotation_and_mlp() -> None:
 
     gate, up, down = rng.normal(size=(12, 5)), rng.normal(size=(12, 5)), rng.normal(size=(5, 12))
     exact = (float64.silu(x @ gate + 1) * (x @ up + 2)) @ down + 3
-    ours = swiglu(f32(x), f32(np.stack([gate, up], axis=1)), f32(down), f32([[1] * 5, [2] * 5]), f32([3] * 12))
+    apply = partial(linear, implementation="reference")
+    wide = apply(f32(x), f32(np.stack([gate, up], axis=1)), bias=f32([[1] * 5, [2] * 5]), gated=True)
+    ours = apply(wide, f32(down), bias=f32([3] * 12))
     np.testing.assert_allclose(ours, exact, atol=1e-4)
 
 

@@ -11,25 +11,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from dflash_jax.cache import Finish, Rows, View, attend
+from dflash_jax.cache import Finish, Rows, View
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafters.interface import Draw, TargetIO
-from dflash_jax.layers import linear, logits_of, rms_norm, rope_table
-from dflash_jax.targets.dense import cache_shape, feed_forward, heads_of
+from dflash_jax.layers import Norm, linear, logits_of, rms_norm, rope_table
+from dflash_jax.targets.dense import cache_shape, decoder_layer
 
 Params = dict[str, Any]
 
-__all__ = ["block_hidden", "block_residuals", "cache_shape", "context_of", "draft", "extend", "with_block"]
+__all__ = ["block_hidden", "block_residuals", "cache_shape", "draft", "extend", "with_block"]
 
 
 def with_block(cfg: DrafterConfig, block: int) -> DrafterConfig:
     """The same drafter drafting blocks of ``block`` tokens, anchor included."""
     return dataclasses.replace(cfg, block_size=block)
-
-
-def context_of(params: Params, cfg: DrafterConfig, features: Array) -> Array:
-    """Target features [B, T, K * Dt] -> c [B, T, D], shared by all layers."""
-    return rms_norm(linear(features, params["fc"]), params["hidden_norm"], cfg.rms_norm_eps)
 
 
 def extend(
@@ -46,7 +41,13 @@ def extend(
 
     The context skips the layers' input norms; its keys get k_norm and RoPE, its values nothing.
     """
-    kv = linear(context_of(params, cfg, features), params["context_kv"], params.get("context_kv_bias"))
+    kv = linear(
+        linear(features, params["fc"], implementation=view.kernels),
+        params["context_kv"],
+        norm=Norm(params["hidden_norm"], cfg.rms_norm_eps),
+        bias=params.get("context_kv_bias"),
+        implementation=view.kernels,
+    )
     cos, sin = rope_table(cfg.rope, cfg.head_dim, view.positions(features.shape[1]))
     return Rows(kv=(kv,), finish=Finish(params["context_k_norm"], cos, sin, cfg.rms_norm_eps)), carry
 
@@ -56,13 +57,11 @@ def block_residuals(params: Params, cfg: DrafterConfig, x: Array, view: View) ->
     rows, block = x.shape[:2]
     positions = view.positions(block)
     valid = jnp.full((rows,), block, jnp.int32)
-    cos, sin = rope_table(cfg.rope, cfg.head_dim, positions)
+    rope = rope_table(cfg.rope, cfg.head_dim, positions)
     residuals = []
     layers = zip(params["layers"], cfg.in_block_causal, cfg.windows(), strict=True)
     for i, (layer, causal, window) in enumerate(layers):
-        q, k, v = heads_of(layer, cfg, rms_norm(x, layer["input_norm"], cfg.rms_norm_eps), cos, sin)
-        mixed = attend(view, i, q, k, v, positions, valid, causal, window)
-        x = feed_forward(layer, cfg, x + linear(mixed, layer["o"], layer.get("o_bias"), contract=2))
+        x, _ = decoder_layer(layer, cfg, i, x, rope, positions, valid, view, causal, window)
         residuals.append(x)
     return residuals
 

@@ -4,6 +4,7 @@ Layers are unrolled; parameters come packed (``params.pack``). The block's own K
 are returned, and the step commits those that were accepted.
 """
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import Array
 
 from dflash_jax.cache import Rows, View, attend
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.layers import linear, logits_of, rms_norm, rope_table, rotate, swiglu
+from dflash_jax.layers import Norm, linear, logits_of, rms_norm, rope_table, split_heads
 from dflash_jax.targets.hidden import Hidden
 
 Params = dict[str, Any]
@@ -35,21 +36,28 @@ def head(params: Params, cfg: TargetConfig, final: Array) -> Array:
     return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab_size, logits, -jnp.inf)
 
 
-def heads_of(
-    layer: Params, cfg: TargetConfig | DrafterConfig, x: Array, cos: Array, sin: Array
-) -> tuple[Array, Array, Array]:
-    """Normed and rotated q [B, T, N, H], k [B, T, G, H] and plain v of a normed input x [B, T, D]."""
-    qkv = linear(x, layer["qkv"], layer.get("qkv_bias"))  # [B, T, G, N/G + 2, H]
-    q, k, v = qkv[..., :-2, :].reshape(*x.shape[:2], -1, cfg.head_dim), qkv[..., -2, :], qkv[..., -1, :]
-    if "q_norm" in layer:
-        q, k = rms_norm(q, layer["q_norm"], cfg.rms_norm_eps), rms_norm(k, layer["k_norm"], cfg.rms_norm_eps)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def feed_forward(layer: Params, cfg: TargetConfig | DrafterConfig, x: Array) -> Array:
-    """The residual MLP sublayer: x + SwiGLU(norm(x))."""
-    u = rms_norm(x, layer["post_norm"], cfg.rms_norm_eps)
-    return x + swiglu(u, layer["gate_up"], layer["down"], layer.get("gate_up_bias"), layer.get("down_bias"))
+def decoder_layer(
+    layer: Params,
+    cfg: TargetConfig | DrafterConfig,
+    index: int,
+    x: Array,
+    rope: tuple[Array, Array],
+    positions: Array,
+    valid: Array,
+    view: View,
+    rule: bool | Array,
+    window: int | None,
+) -> tuple[Array, Array]:
+    """Attention, then SwiGLU, each on top of the residual stream: x [B, T, D] -> x and its K/V [B, T, 2, G, H]."""
+    apply, eps = partial(linear, implementation=view.kernels), cfg.rms_norm_eps
+    qkv = apply(x, layer["qkv"], norm=Norm(layer["input_norm"], eps), bias=layer.get("qkv_bias"))
+    norms = (layer["q_norm"], layer["k_norm"]) if "q_norm" in layer else None
+    q, kv = split_heads(qkv, norms, eps, *rope, implementation=view.kernels)
+    mixed = attend(view, index, q, kv, positions, valid, rule, window).reshape(*x.shape[:2], -1)
+    x = apply(mixed, layer["o"].reshape(-1, x.shape[-1]), bias=layer.get("o_bias"), residual=x)
+    norm = Norm(layer["post_norm"], eps)
+    wide = apply(x, layer["gate_up"], norm=norm, bias=layer.get("gate_up_bias"), gated=True)
+    return apply(wide, layer["down"], bias=layer.get("down_bias"), residual=x), kv
 
 
 def forward(
@@ -74,14 +82,12 @@ def forward(
     Returns:
         Hidden; features are the residual stream after each tapped layer, before any later norm.
     """
-    cos, sin = rope_table(cfg.rope, cfg.head_dim, positions)
+    rope = rope_table(cfg.rope, cfg.head_dim, positions)
     x = embed(params, cfg, tokens)
     rows, taps = [], {}
     for i, (layer, window) in enumerate(zip(params["layers"], cfg.windows(), strict=True)):
-        q, k, v = heads_of(layer, cfg, rms_norm(x, layer["input_norm"], cfg.rms_norm_eps), cos, sin)
-        mixed = attend(view, i, q, k, v, positions, valid, rule, window)
-        x = feed_forward(layer, cfg, x + linear(mixed, layer["o"], layer.get("o_bias"), contract=2))
-        rows.append(jnp.stack([k, v], axis=2)[:, :, None])
+        x, kv = decoder_layer(layer, cfg, i, x, rope, positions, valid, view, rule, window)
+        rows.append(kv[:, :, None])
         if i in cfg.target_layer_ids:
             taps[i] = x
     features = [taps[i] for i in cfg.target_layer_ids]

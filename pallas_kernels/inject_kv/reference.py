@@ -7,15 +7,17 @@ from jax import Array
 from pallas_kernels.arithmetic import rms_norm, rotate
 
 
-def inject_kv(pages: list[tuple[Array, Array]], kv: Array, slots: Array, finish: Any) -> list[tuple[Array, Array]]:
+def inject_kv(
+    pages: list[tuple[Array, Array]], rows: list[Array], slots: Array, finish: Any
+) -> list[tuple[Array, Array]]:
     """See ``pallas_kernels.inject_kv``."""
-    keys, values = kv[:, :, 0], kv[:, :, 1]  # [n, L, G, H]
-    if finish is not None:
-        keys = rotate(rms_norm(keys, finish.k_norm[:, None, :], finish.eps), finish.cos, finish.sin)
-    return [
-        (
-            k.at[slots].set(keys[:, layer].astype(k.dtype), mode="drop"),
-            v.at[slots].set(values[:, layer].astype(v.dtype), mode="drop"),
+    layers = [kv[:, layer] for kv in rows for layer in range(kv.shape[1])]  # [n, 2, G, H] each
+    written = []
+    for layer, ((k, v), kv) in enumerate(zip(pages, layers, strict=True)):
+        keys = kv[:, 0]
+        if finish is not None:
+            keys = rotate(rms_norm(keys, finish.k_norm[layer], finish.eps), finish.cos, finish.sin)
+        written.append(
+            (k.at[slots].set(keys.astype(k.dtype), mode="drop"), v.at[slots].set(kv[:, 1].astype(v.dtype), mode="drop"))
         )
-        for layer, (k, v) in enumerate(pages)
-    ]
+    return written

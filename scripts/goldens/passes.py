@@ -23,7 +23,7 @@ from dflash_jax import Model, ModelParams, StepState, cache, new_state, row_samp
 from dflash_jax.cache import PagedKV, View
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafters import TargetIO, dflash
-from dflash_jax.layers import logits_of
+from dflash_jax.layers import linear, logits_of, rms_norm
 from dflash_jax.step import PrefillInputs, commit
 
 PAGE = 8
@@ -165,7 +165,8 @@ def drafted(params: Any, tables: dict[str, Array], cfg: DrafterConfig, view: Vie
 @partial(jax.jit, static_argnames="cfg")
 def projected(params: Any, cfg: DrafterConfig, features: Array) -> Array:
     """The drafter's context [1, C, D] of features [1, C, K * D]."""
-    return dflash.context_of(params, cfg, features)
+    context = linear(features, params["fc"], implementation="reference")
+    return rms_norm(context, params["hidden_norm"], cfg.rms_norm_eps)
 
 
 class Drafter:

@@ -1,0 +1,116 @@
+"""Named shapes of the ops that read and write K/V: what benchmarks time and tuning tunes.
+
+The shapes are those of decode steps and prefill chunks of published models (Qwen3-8B and 4B and Llama-3.1-8B share
+their K/V shapes) at the contexts that engines see.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """A ``block_attention``: ``rows`` rows with ``block`` queries behind ``context`` cached tokens each, of ``kv_heads``
+    KV heads with ``group`` query heads each."""
+
+    name: str
+    rows: int
+    block: int
+    context: int
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    page: int = 16
+    causal: bool = True
+    window: int | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def cached(self) -> int:
+        """Cached tokens of a row that a query may see, at most."""
+        if self.window is None:
+            return self.context
+        return min(self.context, self.window - 1)
+
+    @property
+    def pool_values(self) -> int:
+        """Numbers of K and V that must be read from the pages."""
+        return 2 * self.rows * self.cached * self.kv_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers that must be moved: pages, K and V in hand, queries, output."""
+        in_hand = 2 * self.rows * self.block * self.kv_heads * self.head_dim
+        return self.pool_values + in_hand * (1 + self.group)
+
+    @property
+    def flops(self) -> float:
+        """Operations of both products, over the keys that queries see."""
+        seen = self.cached + (self.block + 1) / 2 if self.causal else self.cached + self.block
+        return 4.0 * self.rows * self.block * self.kv_heads * self.group * self.head_dim * seen
+
+
+@dataclass(frozen=True)
+class InjectSpec:
+    """An ``inject_kv`` of ``tokens`` tokens into ``layers`` layers; ``raw`` keys need their norm and rotation."""
+
+    name: str
+    tokens: int
+    layers: int
+    kv_heads: int = 8
+    head_dim: int = 128
+    raw: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def values(self) -> int:
+        """Numbers that must be moved: every row is read and written."""
+        return 2 * self.tokens * self.layers * 2 * self.kv_heads * self.head_dim
+
+
+def decoding(model: str, rows: int, context: int, blocks: tuple[int, ...], *shape: int) -> tuple[AttentionSpec, ...]:
+    """The same rows with several blocks."""
+    return tuple(AttentionSpec(f"{model} {rows}x{context} T{t}", rows, t, context, *shape) for t in blocks)
+
+
+SMOLLM2 = (3, 3, 64)  # KV heads, query heads of each, head_dim
+
+DECODE = (
+    *decoding("8b", 1, 1024, (1, 16)),
+    *decoding("8b", 1, 32768, (1, 8, 16)),
+    *decoding("8b", 8, 1024, (1, 16)),
+    *decoding("8b", 8, 8192, (1, 16)),
+    *decoding("8b", 32, 1024, (1, 8, 16)),
+    *decoding("8b", 32, 8192, (1, 8, 16)),
+    *decoding("smollm2", 1, 1024, (1, 16), *SMOLLM2),
+    *decoding("smollm2", 32, 1024, (1, 8, 16), *SMOLLM2),
+)
+DRAFT = (  # a drafter's block sees all of itself
+    AttentionSpec("draft 1x1024 T16", 1, 16, 1024, causal=False),
+    AttentionSpec("draft 32x1024 T16", 32, 16, 1024, causal=False),
+)
+WINDOW = (AttentionSpec("8b 32x8192 T16 W1024", 32, 16, 8192, window=1024),)
+PREFILL = (
+    AttentionSpec("8b prefill 2048 at 0", 1, 2048, 0),
+    AttentionSpec("8b prefill 2048 at 2048", 1, 2048, 2048),
+    AttentionSpec("smollm2 prefill 2048 at 0", 1, 2048, 0, *SMOLLM2),
+)
+INJECT = tuple(
+    InjectSpec(f"{layers} {'raw' if raw else 'finished'} x {n}", n, layers, raw=raw)
+    for layers, raw in ((5, True), (36, False), (1, False))
+    for n in (16, 64, 256, 512, 2048)
+)
+SMALL = (  # what a CPU can time
+    AttentionSpec("small 2x64 T1", 2, 1, 64, *SMOLLM2),
+    AttentionSpec("small 2x64 T4", 2, 4, 64, *SMOLLM2),
+    AttentionSpec("small 2x64 T4 full W16", 2, 4, 64, *SMOLLM2, causal=False, window=16),
+    InjectSpec("small 2 raw x 8", 8, 2, 3, 64, raw=True),
+    InjectSpec("small 2 finished x 8", 8, 2, 3, 64),
+)
+SETS: dict[str, tuple[AttentionSpec | InjectSpec, ...]] = {
+    "decode": DECODE,
+    "draft": DRAFT,
+    "window": WINDOW,
+    "prefill": PREFILL,
+    "inject": INJECT,
+    "small": SMALL,
+}
