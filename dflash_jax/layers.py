@@ -11,11 +11,23 @@ import numpy as np
 from jax import Array
 
 from dflash_jax.config import RopeConfig
-from pallas_kernels import linear, split_heads
+from pallas_kernels import linear, linear_and_norm, split_heads
 from pallas_kernels.arithmetic import exact, rms_norm, rotate
-from pallas_kernels.linear import Norm
+from pallas_kernels.linear import Norm, Normed, norm_of
 
-__all__ = ["Norm", "exact", "linear", "logits_of", "rms_norm", "rope_table", "rotate", "split_heads"]
+__all__ = [
+    "Norm",
+    "Normed",
+    "exact",
+    "linear",
+    "linear_and_norm",
+    "logits_of",
+    "norm_of",
+    "rms_norm",
+    "rope_table",
+    "rotate",
+    "split_heads",
+]
 
 
 def logits_of(x: Array, table: Array) -> Array:

@@ -6,7 +6,7 @@
 from pallas_kernels.backend import resolve
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.inject_kv import inject_kv
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import linear, linear_and_norm
 from pallas_kernels.split_heads import split_heads
 
-__all__ = ["block_attention", "inject_kv", "linear", "resolve", "split_heads"]
+__all__ = ["block_attention", "inject_kv", "linear", "linear_and_norm", "resolve", "split_heads"]

@@ -17,19 +17,21 @@ from jax.experimental.pallas import triton
 IMPLEMENTED: dict[str, tuple[str, ...] | None] = {"triton": ("gpu",), "interpreted": ("cpu",), "reference": None}
 
 
-def resolve(kernels: str, platform: str) -> str:
-    """The implementation behind ``kernels`` ("auto" or a name) on ``platform``: "cpu", "gpu", ...
+def resolve(kernels: str, platform: str, devices: int = 1) -> str:
+    """The implementation behind ``kernels`` ("auto" or a name) on a mesh of ``devices`` of ``platform``: "cpu", "gpu".
 
     Raises:
-        ValueError: a name that is not implemented, or not on this platform. Nothing is ever swapped in silence.
+        ValueError: a name that is not implemented, or not on this mesh. Nothing is ever swapped in silence.
     """
     if kernels == "auto":
-        return "triton" if platform == "gpu" else "reference"
+        return "triton" if platform == "gpu" and devices == 1 else "reference"
     if kernels not in IMPLEMENTED:
         raise ValueError(f"kernels={kernels!r} is not implemented; choose auto or one of {', '.join(IMPLEMENTED)}")
     platforms = IMPLEMENTED[kernels]
     if platforms is not None and platform not in platforms:
         raise ValueError(f"kernels={kernels!r} runs on {', '.join(platforms)}, not on {platform!r}")
+    if platforms is not None and devices > 1:
+        raise ValueError(f"kernels={kernels!r} runs on 1 device, the mesh has {devices}")
     return kernels
 
 
@@ -64,6 +66,16 @@ def covering(size: int) -> tuple[Array, Array]:
     return (index if wide == size else jnp.minimum(index, size - 1)), index < size
 
 
+def load(ref: Any, where: Array) -> Array:
+    """What a ref with indices holds, zero where not ``where``."""
+    return triton.load(ref, mask=where, other=0)
+
+
+def store(ref: Any, values: Array, where: Array) -> None:
+    """Writes a ref with indices where ``where``."""
+    triton.store(ref, values, mask=where)
+
+
 def normed(halves: list[Array], weights: list[Array], real: Array, size: int, eps: float) -> list[Array]:
     """``arithmetic.rms_norm``, casts included, of [..., size] in two halves; only ``real`` lanes count."""
     wide = [half.astype(jnp.float32) for half in halves]
@@ -74,10 +86,10 @@ def normed(halves: list[Array], weights: list[Array], real: Array, size: int, ep
     ]
 
 
-def rotated(first: Array, second: Array, cos: Array, sin: Array) -> list[Array]:
+def rotated(halves: list[Array], cos: Array, sin: Array) -> list[Array]:
     """``arithmetic.rotate`` of [..., H] in two halves by cos, sin float32 [H / 2]."""
-    x, y = first.astype(jnp.float32), second.astype(jnp.float32)
-    return [(x * cos - y * sin).astype(first.dtype), (y * cos + x * sin).astype(first.dtype)]
+    x, y = (half.astype(jnp.float32) for half in halves)
+    return [(x * cos - y * sin).astype(halves[0].dtype), (y * cos + x * sin).astype(halves[0].dtype)]
 
 
 def device_kind() -> str:

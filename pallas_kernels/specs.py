@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A ``block_attention``: ``rows`` rows with ``block`` queries behind ``context`` cached tokens each, of ``kv_heads``
-    KV heads with ``group`` query heads each."""
+    """A ``block_attention``: ``rows`` rows of ``block`` queries, each row behind ``context`` cached tokens;
+    ``kv_heads`` KV heads with ``group`` query heads each."""
 
     name: str
     rows: int
@@ -67,12 +67,15 @@ class InjectSpec:
         return 2 * self.tokens * self.layers * 2 * self.kv_heads * self.head_dim
 
 
-def decoding(model: str, rows: int, context: int, blocks: tuple[int, ...], *shape: int) -> tuple[AttentionSpec, ...]:
+QWEN3_8B, SMOLLM2 = (8, 4, 128), (3, 3, 64)  # KV heads, query heads of each, head_dim
+
+
+def decoding(
+    model: str, rows: int, context: int, blocks: tuple[int, ...], shape: tuple[int, int, int] = QWEN3_8B
+) -> tuple[AttentionSpec, ...]:
     """The same rows with several blocks."""
     return tuple(AttentionSpec(f"{model} {rows}x{context} T{t}", rows, t, context, *shape) for t in blocks)
 
-
-SMOLLM2 = (3, 3, 64)  # KV heads, query heads of each, head_dim
 
 DECODE = (
     *decoding("8b", 1, 1024, (1, 16)),
@@ -81,8 +84,8 @@ DECODE = (
     *decoding("8b", 8, 8192, (1, 16)),
     *decoding("8b", 32, 1024, (1, 8, 16)),
     *decoding("8b", 32, 8192, (1, 8, 16)),
-    *decoding("smollm2", 1, 1024, (1, 16), *SMOLLM2),
-    *decoding("smollm2", 32, 1024, (1, 8, 16), *SMOLLM2),
+    *decoding("smollm2", 1, 1024, (1, 16), SMOLLM2),
+    *decoding("smollm2", 32, 1024, (1, 8, 16), SMOLLM2),
 )
 DRAFT = (  # a drafter's block sees all of itself
     AttentionSpec("draft 1x1024 T16", 1, 16, 1024, causal=False),

@@ -3,14 +3,18 @@
 import jax
 import typer
 from benchmarks.engine import engine
+from benchmarks.kernels import kernels
 from benchmarks.measuring import count_compilation
 from benchmarks.pair import pair
+from benchmarks.step import step
 from benchmarks.tune_block import tune_block
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(pair)
 app.command()(engine)
 app.command()(tune_block)
+app.command()(step)
+app.command()(kernels)
 
 
 @app.callback()

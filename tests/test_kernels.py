@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pallas_kernels import backend, block_attention, inject_kv, linear, resolve, split_heads
+from pallas_kernels import backend, block_attention, inject_kv, linear, linear_and_norm, resolve, split_heads
 from pallas_kernels.inject_kv import Finish
 from pallas_kernels.linear import Norm
 
@@ -185,6 +185,10 @@ def test_an_implementation_is_chosen_out_loud(monkeypatch: pytest.MonkeyPatch) -
         ValueError, match="kernels='tritn' is not implemented; choose auto or one of triton, interpreted, reference"
     ):
         resolve("tritn", "cpu")
+    assert resolve("auto", "gpu") == "triton"
+    assert resolve("auto", "gpu", devices=8) == "reference"
+    with pytest.raises(ValueError, match="kernels='triton' runs on 1 device, the mesh has 8"):
+        resolve("triton", "gpu", devices=8)
     monkeypatch.setitem(backend.IMPLEMENTED, "abacus", ("desk",))
     assert resolve("abacus", "desk") == "abacus"
     with pytest.raises(ValueError, match="kernels='abacus' runs on desk, not on 'cpu'"):
@@ -192,52 +196,58 @@ def test_an_implementation_is_chosen_out_loud(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("implementation", HERE)
-@pytest.mark.parametrize(("tokens", "features", "columns", "parts", "dtype"), [
-    (1, 64, (96,), "", "float32"),
-    (3, 576, (2, 5, 32), "norm bias", "float32"),
-    (16, 128, (64,), "norm gated", "float32"),
-    (16, 256, (64,), "norm bias gated", "bfloat16"),
-    (17, 192, (48,), "residual", "float32"),
-    (32, 128, (32,), "bias residual", "bfloat16"),
-    (5, 40, (24,), "norm bias gated residual", "float32"),  # no power of two divides these
-    (70, 64, (32,), "norm gated residual", "float32"),  # many tokens
+@pytest.mark.parametrize(("tokens", "features", "dim", "columns", "parts", "dtype"), [
+    (1, 64, 48, (96,), "residual", "float32"),
+    (3, 192, 576, (2, 5, 32), "bias residual", "float32"),
+    (16, 128, 64, (64,), "residual gated", "float32"),
+    (16, 256, 64, (64,), "bias gated", "bfloat16"),
+    (32, 128, 32, (32,), "bias residual", "bfloat16"),
+    (5, 40, 24, (24,), "bias gated residual", "float32"),  # no power of two divides these
+    (70, 64, 48, (32,), "bias gated residual", "float32"),  # many tokens
 ])  # fmt: skip
 def test_linear(
-    tokens: int, features: int, columns: tuple[int, ...], parts: str, dtype: str, implementation: str
+    tokens: int, features: int, dim: int, columns: tuple[int, ...], parts: str, dtype: str, implementation: str
 ) -> None:
-    rng = np.random.default_rng(tokens)
-    gated = "gated" in parts
+    """Two maps with a norm between them, as a decoder has them."""
+    rng, gated = np.random.default_rng(tokens), "gated" in parts
     shape = (2, *columns) if gated else columns
-    x = rng.normal(size=(1, tokens, features)).astype(dtype)
-    weight = (rng.normal(size=(features, *shape)) * features**-0.5).astype(dtype)
-    scale, bias = rng.normal(size=features).astype(dtype), rng.normal(size=shape).astype(dtype)
-    residual = rng.normal(size=(1, tokens, *columns)).astype(dtype)
-    call = jax.jit(
-        lambda x, weight, scale, bias, residual: linear(
-            x,
-            weight,
-            norm=Norm(scale, 1e-6) if "norm" in parts else None,
-            bias=bias if "bias" in parts else None,
-            gated=gated,
-            residual=residual if "residual" in parts else None,
-            implementation=implementation,
-        )
-    )
-    out = call(x, weight, scale, bias, residual)
-    assert out.shape == residual.shape
-    assert out.dtype == jnp.dtype(dtype)
+    arrays = {
+        "x": rng.normal(size=(1, tokens, features)),
+        "first": rng.normal(size=(features, dim)) * features**-0.5,
+        "first_bias": rng.normal(size=dim),
+        "residual": rng.normal(size=(1, tokens, dim)),
+        "scale": rng.normal(size=dim),
+        "second": rng.normal(size=(dim, *shape)) * dim**-0.5,
+        "second_bias": rng.normal(size=shape),
+    }
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
 
-    exact = x.astype(np.float64)
-    if "norm" in parts:
-        exact = float64.norm(exact, scale.astype(np.float64), 1e-6)
-    exact = np.tensordot(exact, weight.astype(np.float64), axes=1)
+    def chain(a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        biased, options = "bias" in parts, {"implementation": implementation}
+        residual = a["residual"] if "residual" in parts else None
+        bias = a["first_bias"] if biased else None
+        x, normed = linear_and_norm(a["x"], a["first"], Norm(a["scale"], 1e-6), bias=bias, residual=residual, **options)
+        out = linear(normed, a["second"], bias=a["second_bias"] if biased else None, gated=gated, **options)
+        return x, normed.array(), out
+
+    results = jax.jit(chain)(arrays)
+    wide = {name: array.astype(np.float64) for name, array in arrays.items()}
+    x = wide["x"] @ wide["first"]
     if "bias" in parts:
-        exact = exact + bias.astype(np.float64)
-    if gated:
-        exact = float64.silu(exact[:, :, 0]) * exact[:, :, 1]
+        x = x + wide["first_bias"]
     if "residual" in parts:
-        exact = exact + residual.astype(np.float64)
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=1e-5 if dtype == "float32" else 8e-2, rtol=1e-2)
+        x = x + wide["residual"]
+    normed = float64.norm(x, wide["scale"], 1e-6)
+    out = np.tensordot(normed, wide["second"], axes=1)
+    if "bias" in parts:
+        out = out + wide["second_bias"]
+    if gated:
+        out = float64.silu(out[:, :, 0]) * out[:, :, 1]
+    for ours, exact in zip(results, (x, normed, out), strict=True):
+        assert ours.shape == exact.shape
+        assert ours.dtype == jnp.dtype(dtype)
+        bound = 2e-5 if dtype == "float32" else 6e-2
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("implementation", HERE)

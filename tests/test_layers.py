@@ -151,7 +151,7 @@ def test_drafter_layers_equal_a_dense_mask(mesh: Mesh, context: int, causal: tup
         piece[0, : stop - start] = features[start:stop]
         kv = extended(params, View(kv, table, jnp.array([start]), "reference"), piece, np.array([stop - start]))
     view = View(kv, table, jnp.array([context]), "reference")
-    hidden = jax.jit(lambda p, x, v: dflash.block_hidden(p, cfg, x, v))(params, f32(block)[None], view)
+    hidden, _ = jax.jit(lambda p, x, v: dflash.block_hidden(p, cfg, x, v))(params, f32(block)[None], view)
     np.testing.assert_allclose(hidden[0], exact, atol=1e-4)
 
 

@@ -93,24 +93,36 @@ def test_bisection_finds_the_largest_threshold() -> None:
 def test_noise_depends_on_row_key_position_and_token_alone() -> None:
     keys = jnp.array([[1, 2], [3, 4], [1, 2]], jnp.uint32)
     positions = jnp.array([[5, 6, 7], [5, 6, 7], [7, 5, 90]])
-    noise = np.asarray(sampling.gumbel(keys, positions, 50))
-    np.testing.assert_array_equal(noise, sampling.gumbel(keys, positions, 64)[..., :50])  # padding of the vocabulary
-    np.testing.assert_array_equal(noise[:1, 1:2], sampling.gumbel(keys[:1], positions[:1, 1:2], 50))  # batch, block
+    ids = jnp.arange(50)
+    noise = np.asarray(sampling.gumbel(keys, positions, ids))
+    np.testing.assert_array_equal(noise, sampling.gumbel(keys, positions, jnp.arange(64))[..., :50])  # its padding
+    np.testing.assert_array_equal(noise[:1, 1:2], sampling.gumbel(keys[:1], positions[:1, 1:2], ids))  # batch, block
+    some = jnp.stack([jax.random.permutation(jax.random.key(i), ids)[:7] for i in range(9)]).reshape(3, 3, 7)
+    few = sampling.gumbel(keys, positions, some)  # candidates
+    np.testing.assert_array_equal(few, np.take_along_axis(noise, np.asarray(some), axis=-1))
     np.testing.assert_array_equal(noise[0, 0], noise[2, 1])  # row slot, place in the block
     np.testing.assert_array_equal(noise[0, 2], noise[2, 0])
     distinct = noise.reshape(-1, 50)[[0, 1, 2, 3, 4, 5, 8]]
     assert len(np.unique(distinct)) > 0.99 * distinct.size
 
 
+def test_noise_is_that_of_jax_random() -> None:
+    """Its generator, element by element: what a seed writes is pinned to it."""
+    key, position, size = jnp.array([[3, 2**32 - 1]], jnp.uint32), 2**31 - 1, 70_001
+    folded = jax.random.fold_in(jax.random.wrap_key_data(key[0], impl="threefry2x32"), position)
+    noise = sampling.gumbel(key, jnp.array([[position]]), jnp.arange(size))
+    np.testing.assert_array_equal(noise[0, 0], sampling.gumbel_of(jax.random.bits(folded, (size,), jnp.uint32)))
+
+
 @pytest.mark.parametrize("bits", [0, 1, 255, 256, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 1])
-def test_noise_is_finite_for_all_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, bits, dtype))
-    noise = sampling.gumbel(jnp.zeros((1, 2), jnp.uint32), jnp.zeros((1, 1), jnp.int32), 3)
-    assert np.isfinite(noise).all()
+def test_noise_is_finite_for_all_bits(bits: int) -> None:
+    assert np.isfinite(sampling.gumbel_of(jnp.uint32(bits)))
 
 
 def test_noise_has_the_moments_of_a_gumbel() -> None:
-    noise = np.asarray(sampling.gumbel(jnp.array([[9, 9]], jnp.uint32), jnp.arange(200)[None], 1000), np.float64)
+    noise = np.asarray(
+        sampling.gumbel(jnp.array([[9, 9]], jnp.uint32), jnp.arange(200)[None], jnp.arange(1000)), np.float64
+    )
     assert noise.mean() == pytest.approx(0.57722, abs=0.01)
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.02)
     for at in (-1.0, 0.0, 2.0, 6.0):  # its distribution function
@@ -161,6 +173,105 @@ def test_greedy_rows_ignore_filters_and_noise() -> None:
     logits = np.array([[[1, 3, 3, 0]], [[0, 0, 0, 0]], [[5, 0, 0, 0]]], np.float32)
     rows = row_sampling(3, temperature=[0, 0, 1], top_k=[1, 3, 1], top_p=[0.1, 1, 1], seed=1)
     np.testing.assert_array_equal(draw(logits, rows, np.zeros((3, 1), np.int32)), [[1], [0], [0]])
+
+
+# Rows of one batch: temperature, top_k, top_p, min_p.
+MIXED = [
+    (0.0, 0, 1.0, 0.0),
+    (0.0, 20, 0.5, 0.3),
+    (0.7, 20, 0.95, 0.0),
+    (0.7, 20, 0.0, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.5, sampling.BEST - 1, 0.5, 0.01),
+    (1.0, sampling.BEST, 0.95, 0.0),
+    (1.0, 2000, 0.95, 0.0),
+    (1.0, 10**6, 0.95, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.6, 0, 0.9, 0.0),
+    (1.0, 0, 0.0, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (1.3, -1, 0.95, 1.0),
+]
+KINDS = ["peaked", "flat", "even", "tied", "padded", "almost nothing", "in one chunk"]
+
+
+def mixed(rows: list[tuple[float, int, float, float]] = MIXED, seed: int = 1) -> sampling.RowSampling:
+    temperature, top_k, top_p, min_p = map(list, zip(*rows, strict=True))
+    return row_sampling(len(rows), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
+def logits_of(kind: str, vocab: int, rows: int, seed: int = 0) -> NDArray[np.float32]:
+    """[rows, 3, vocab]: three shapes of a distribution a row."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 3, vocab))
+    ids = np.arange(vocab)
+    changed = {
+        "peaked": x * 2 + 12 * (rng.random(x.shape) < 8 / vocab),
+        "flat": x * 0.1,
+        "even": x * 0,
+        "tied": np.round(2 * x) / 2,
+        "padded": np.where(ids < max(1, vocab - 100), 3 * x, -np.inf),
+        "almost nothing": np.where(ids % max(1, vocab // 3) == 0, x, -np.inf),
+        "in one chunk": 3 * x + 15 * (ids // 128 == vocab // 256),
+    }
+    return changed[kind].astype(np.float32)
+
+
+@pytest.mark.parametrize("vocab", [1, 12, 128, 20_011])
+def test_every_way_to_a_token_finds_the_same(vocab: int) -> None:
+    """The bisection of the whole vocabulary is the specification; draws are its tokens, alone or among others."""
+    every, best, noisy = map(jax.jit, (sampling.among_all, sampling.among_best, sampling.among_noisy))
+    row, positions = mixed(), np.array([[5, 6, 700]] * len(MIXED), np.int32)
+    for kind in KINDS:
+        logits = logits_of(kind, vocab, len(MIXED))
+        tokens = every(logits, row, positions)
+        np.testing.assert_array_equal(draw(logits, row, positions), tokens, err_msg=kind)
+        for way in (best, noisy):
+            found, sure = way(logits, row, positions)
+            np.testing.assert_array_equal(found[sure], tokens[sure], err_msg=kind)
+            assert ((found >= 0) & (found < vocab)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
+def test_draws_are_those_of_the_whole_vocabulary(seed: int, kind: str) -> None:
+    logits, row, positions = (
+        logits_of(kind, 1000, len(MIXED), seed),
+        mixed(seed=seed),
+        np.full((len(MIXED), 3), seed % 999),
+    )
+    np.testing.assert_array_equal(draw(logits, row, positions), jax.jit(sampling.among_all)(logits, row, positions))
+
+
+def test_the_usual_settings_never_need_the_whole_vocabulary() -> None:
+    """Top-k below BEST needs the best only, whatever the logits, but for ties; a row without top-k one look at all."""
+    best, noisy = jax.jit(sampling.among_best), jax.jit(sampling.among_noisy)
+    positions = np.arange(96).reshape(32, 3)
+    for kind, limited, free in (("peaked", 1, 1), ("flat", 1, 0.9), ("in one chunk", 1, 0.9), ("even", 0, 1)):
+        logits = logits_of(kind, 20_011, 32)
+        for setting in ((0.7, 20, 0.95, 0.0), (1.0, sampling.BEST - 1, 1.0, 0.0), (0.0, 0, 1.0, 0.0)):
+            assert np.mean(best(logits, mixed([setting] * 32), positions)[1]) == limited, (kind, setting)
+        for setting in ((1.0, 0, 1.0, 0.0), (0.6, 0, 0.9, 0.0)):
+            assert np.mean(noisy(logits, mixed([setting] * 32), positions)[1]) >= free, (kind, setting)
+    for setting in ((1.0, 20, 0.9, 0.0), (0.0, 0, 1.0, 0.0)):
+        assert not noisy(logits, mixed([setting] * 32), positions)[1].any()
+
+
+def test_a_vocabulary_below_the_best_needs_no_more() -> None:
+    logits, positions = logits_of("padded", sampling.BEST - 1, len(MIXED)), np.zeros((len(MIXED), 3), np.int32)
+    assert jax.jit(sampling.among_best)(logits, mixed(), positions)[1].all()
+
+
+@pytest.mark.parametrize("size", [40, 128, 2049, 20_011])
+@pytest.mark.parametrize("count", [8, 128])
+def test_the_best_are_the_largest_in_order(size: int, count: int) -> None:
+    values = logits_of("flat", size, 2)
+    top, ids = sampling.best(jnp.asarray(values), count)
+    order = np.argsort(-values, axis=-1)[..., :count]
+    found = order.shape[-1]
+    np.testing.assert_array_equal(ids[..., :found], order)
+    np.testing.assert_array_equal(top[..., :found], np.take_along_axis(values, order, axis=-1))
+    assert np.isneginf(top[..., found:]).all()
 
 
 def test_row_keys_are_hashes_that_stay() -> None:

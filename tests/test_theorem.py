@@ -1,7 +1,7 @@
 """The theorem: whatever the drafter, the tokens are the target's own with the same seed, at every temperature."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from scripted import ScriptedDrafter, ScriptedTarget, script_of
 from tiny_models import Pair
 
 from dflash_jax import Generation, Model, ModelParams, generate, row_sampling
+from dflash_jax.cache import resolve
 from dflash_jax.reference import continuation
 from dflash_jax.sampling import RowSampling
 from dflash_jax.verify import equality
@@ -122,6 +123,18 @@ def test_chunks_and_pages_change_nothing(plain_trained: Plain) -> None:
     whole = generate(pair.params, pair.model, plain_trained.prompts, 10, mesh=pair.mesh, page=PAGE, **options)
     pieces = generate(pair.params, pair.model, plain_trained.prompts, 10, mesh=pair.mesh, page=5, chunk=7, **options)
     for a, b in zip(whole, pieces, strict=True):
+        assert (a.tokens, a.acceptance_lengths) == (b.tokens, b.acceptance_lengths)
+
+
+def test_kernels_change_no_token(plain_trained: Plain) -> None:
+    """Neither a token nor a draft: compiled kernels on a GPU, the same kernels interpreted elsewhere."""
+    pair, few = plain_trained.pair, slice(3, 7)
+    kernels = resolve("interpreted" if jax.default_backend() == "cpu" else "triton", jax.default_backend())
+    options = {"sampling": jax.tree.map(lambda a: a[few], SAMPLING), "block_size": 8, "page": 16, "chunk": 48}
+    prompts = plain_trained.prompts[few]
+    plainly = generate(pair.params, pair.model, prompts, 10, mesh=pair.mesh, **options)
+    ours = generate(pair.params, replace(pair.model, kernels=kernels), prompts, 10, mesh=pair.mesh, **options)
+    for a, b in zip(ours, plainly, strict=True):
         assert (a.tokens, a.acceptance_lengths) == (b.tokens, b.acceptance_lengths)
 
 

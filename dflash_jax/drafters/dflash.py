@@ -14,12 +14,12 @@ from jax import Array
 from dflash_jax.cache import Finish, Rows, View
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafters.interface import Draw, TargetIO
-from dflash_jax.layers import Norm, linear, logits_of, rms_norm, rope_table
-from dflash_jax.targets.dense import cache_shape, decoder_layer
+from dflash_jax.layers import Norm, linear, linear_and_norm, logits_of, rope_table
+from dflash_jax.targets.dense import cache_shape, decoder
 
 Params = dict[str, Any]
 
-__all__ = ["block_hidden", "block_residuals", "cache_shape", "draft", "extend", "with_block"]
+__all__ = ["block_hidden", "cache_shape", "draft", "extend", "with_block"]
 
 
 def with_block(cfg: DrafterConfig, block: int) -> DrafterConfig:
@@ -41,34 +41,20 @@ def extend(
 
     The context skips the layers' input norms; its keys get k_norm and RoPE, its values nothing.
     """
-    kv = linear(
-        linear(features, params["fc"], implementation=view.kernels),
-        params["context_kv"],
-        norm=Norm(params["hidden_norm"], cfg.rms_norm_eps),
-        bias=params.get("context_kv_bias"),
-        implementation=view.kernels,
-    )
+    norm = Norm(params["hidden_norm"], cfg.rms_norm_eps)
+    _, context = linear_and_norm(features, params["fc"], norm, implementation=view.kernels)
+    kv = linear(context, params["context_kv"], bias=params.get("context_kv_bias"), implementation=view.kernels)
     cos, sin = rope_table(cfg.rope, cfg.head_dim, view.positions(features.shape[1]))
     return Rows(kv=(kv,), finish=Finish(params["context_k_norm"], cos, sin, cfg.rms_norm_eps)), carry
 
 
-def block_residuals(params: Params, cfg: DrafterConfig, x: Array, view: View) -> list[Array]:
-    """The residual stream [B, T, D] of an embedded block [B, T, D] behind the injected context, after every layer."""
+def block_hidden(params: Params, cfg: DrafterConfig, x: Array, view: View) -> tuple[Array, list[Array]]:
+    """Embedded block [B, T, D] behind the injected context -> [B, T, D] after the drafter's final norm, and the
+    residual stream after every layer."""
     rows, block = x.shape[:2]
-    positions = view.positions(block)
     valid = jnp.full((rows,), block, jnp.int32)
-    rope = rope_table(cfg.rope, cfg.head_dim, positions)
-    residuals = []
-    layers = zip(params["layers"], cfg.in_block_causal, cfg.windows(), strict=True)
-    for i, (layer, causal, window) in enumerate(layers):
-        x, _ = decoder_layer(layer, cfg, i, x, rope, positions, valid, view, causal, window)
-        residuals.append(x)
-    return residuals
-
-
-def block_hidden(params: Params, cfg: DrafterConfig, x: Array, view: View) -> Array:
-    """Embedded block [B, T, D] behind the injected context -> [B, T, D] after the drafter's final norm."""
-    return rms_norm(block_residuals(params, cfg, x, view)[-1], params["final_norm"], cfg.rms_norm_eps)
+    final, stream, _ = decoder(params, cfg, x, view.positions(block), valid, view, cfg.in_block_causal)
+    return final, stream
 
 
 def scores_of(params: Params, target_io: TargetIO, cfg: DrafterConfig, hidden: Array) -> Array:
@@ -94,7 +80,7 @@ def draft(
     """anchor int32 [B] at positions lengths [B] -> block int32 [B, cfg.block_size]. The context ends before it."""
     masks = jnp.full((anchor.shape[0], cfg.block_size - 1), cfg.mask_token_id, anchor.dtype)
     block = jnp.concatenate([anchor[:, None], masks], axis=1)
-    hidden = block_hidden(params, cfg, target_io.embed(block), view)
+    hidden, _ = block_hidden(params, cfg, target_io.embed(block), view)
     positions = view.positions(cfg.block_size)
     drafts = draw(scores_of(params, target_io, cfg, hidden[:, 1:]), positions[:, 1:])
     return jnp.concatenate([anchor[:, None], drafts], axis=1)

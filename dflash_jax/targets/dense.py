@@ -4,7 +4,7 @@ Layers are unrolled; parameters come packed (``params.pack``). The block's own K
 are returned, and the step commits those that were accepted.
 """
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import Array
 
 from dflash_jax.cache import Rows, View, attend
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.layers import Norm, linear, logits_of, rms_norm, rope_table, split_heads
+from dflash_jax.layers import Norm, Normed, linear, linear_and_norm, logits_of, norm_of, rope_table, split_heads
 from dflash_jax.targets.hidden import Hidden
 
 Params = dict[str, Any]
@@ -41,23 +41,63 @@ def decoder_layer(
     cfg: TargetConfig | DrafterConfig,
     index: int,
     x: Array,
+    normed: Normed,
+    following: Array,
     rope: tuple[Array, Array],
     positions: Array,
     valid: Array,
     view: View,
     rule: bool | Array,
     window: int | None,
-) -> tuple[Array, Array]:
-    """Attention, then SwiGLU, each on top of the residual stream: x [B, T, D] -> x and its K/V [B, T, 2, G, H]."""
-    apply, eps = partial(linear, implementation=view.kernels), cfg.rms_norm_eps
-    qkv = apply(x, layer["qkv"], norm=Norm(layer["input_norm"], eps), bias=layer.get("qkv_bias"))
+) -> tuple[Array, Normed, Array]:
+    """Attention, then SwiGLU, each on top of the residual stream.
+
+    Args:
+        x, normed: [B, T, D] the stream, and normed by the layer's input norm.
+        following: [D] the norm's weight that reads the stream after the layer.
+
+    Returns:
+        x and normed after the layer, and the block's K/V [B, T, 2, G, H].
+    """
+    eps, kernels = cfg.rms_norm_eps, view.kernels
+    qkv = linear(normed, layer["qkv"], bias=layer.get("qkv_bias"), implementation=kernels)
     norms = (layer["q_norm"], layer["k_norm"]) if "q_norm" in layer else None
-    q, kv = split_heads(qkv, norms, eps, *rope, implementation=view.kernels)
+    q, kv = split_heads(qkv, norms, eps, *rope, implementation=kernels)
     mixed = attend(view, index, q, kv, positions, valid, rule, window).reshape(*x.shape[:2], -1)
-    x = apply(mixed, layer["o"].reshape(-1, x.shape[-1]), bias=layer.get("o_bias"), residual=x)
-    norm = Norm(layer["post_norm"], eps)
-    wide = apply(x, layer["gate_up"], norm=norm, bias=layer.get("gate_up_bias"), gated=True)
-    return apply(wide, layer["down"], bias=layer.get("down_bias"), residual=x), kv
+    out, norm = layer["o"].reshape(-1, x.shape[-1]), Norm(layer["post_norm"], eps)
+    x, normed = linear_and_norm(mixed, out, norm, bias=layer.get("o_bias"), residual=x, implementation=kernels)
+    wide = linear(normed, layer["gate_up"], bias=layer.get("gate_up_bias"), gated=True, implementation=kernels)
+    norm = Norm(following, eps)
+    x, normed = linear_and_norm(
+        wide, layer["down"], norm, bias=layer.get("down_bias"), residual=x, implementation=kernels
+    )
+    return x, normed, kv
+
+
+def decoder(
+    params: Params,
+    cfg: TargetConfig | DrafterConfig,
+    x: Array,
+    positions: Array,
+    valid: Array,
+    view: View,
+    rules: Sequence[bool | Array],
+) -> tuple[Array, list[Array], list[Array]]:
+    """All layers over an embedded block x [B, T, D], ``rules`` being each layer's rule inside the block.
+
+    Returns:
+        [B, T, D] after the final norm, the residual stream after each layer, and each layer's K/V [B, T, 2, G, H].
+    """
+    rope = rope_table(cfg.rope, cfg.head_dim, positions)
+    layers = params["layers"]
+    normed = norm_of(x, Norm(layers[0]["input_norm"], cfg.rms_norm_eps))
+    followings = [*(layer["input_norm"] for layer in layers[1:]), params["final_norm"]]
+    stream, rows = [], []
+    for i, (layer, following, rule, window) in enumerate(zip(layers, followings, rules, cfg.windows(), strict=True)):
+        x, normed, kv = decoder_layer(layer, cfg, i, x, normed, following, rope, positions, valid, view, rule, window)
+        stream.append(x)
+        rows.append(kv)
+    return normed.array(), stream, rows
 
 
 def forward(
@@ -82,17 +122,12 @@ def forward(
     Returns:
         Hidden; features are the residual stream after each tapped layer, before any later norm.
     """
-    rope = rope_table(cfg.rope, cfg.head_dim, positions)
-    x = embed(params, cfg, tokens)
-    rows, taps = [], {}
-    for i, (layer, window) in enumerate(zip(params["layers"], cfg.windows(), strict=True)):
-        x, kv = decoder_layer(layer, cfg, i, x, rope, positions, valid, view, rule, window)
-        rows.append(kv[:, :, None])
-        if i in cfg.target_layer_ids:
-            taps[i] = x
-    features = [taps[i] for i in cfg.target_layer_ids]
+    final, stream, rows = decoder(
+        params, cfg, embed(params, cfg, tokens), positions, valid, view, (rule,) * cfg.num_hidden_layers
+    )
+    features = [stream[i] for i in cfg.target_layer_ids]
     return Hidden(
-        final=rms_norm(x, params["final_norm"], cfg.rms_norm_eps),
-        features=jnp.concatenate(features, axis=-1) if features else jnp.zeros((*x.shape[:2], 0), x.dtype),
-        rows=Rows(kv=tuple(rows)),
+        final=final,
+        features=jnp.concatenate(features, axis=-1) if features else final[..., :0],
+        rows=Rows(kv=tuple(kv[:, :, None] for kv in rows)),
     )

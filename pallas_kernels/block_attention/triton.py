@@ -58,7 +58,7 @@ def tiling_of(sizes: Sizes, dtype: Any) -> Tiling:
     """A tiling by rule of thumb: enough programs for the machine, tiles that fit its registers."""
     most = 64 if sizes.head_dim > 128 or dtype == jnp.float32 else 128
     queries = max(16, pl.next_power_of_2(sizes.group), min(pl.next_power_of_2(sizes.queries * sizes.group), most))
-    keys = 32 if dtype == jnp.float32 or sizes.head_dim > 128 else 64
+    keys = 32 if dtype == jnp.float32 or sizes.head_dim > 128 else 128 if queries <= 32 else 64
     programs = sizes.rows * sizes.kv_heads * pl.cdiv(sizes.queries, tokens_of(queries, sizes.group))
     splits = 1
     while programs * splits < 256 and splits * 2 * 128 <= sizes.context:

@@ -58,7 +58,7 @@ def inject(
         if eps is not None:
             k_norm, cos, sin = refs[:3]
             key = backend.normed(key, [k_norm[layer, low], k_norm[layer, high]], real, head_dim, eps)
-            key = backend.rotated(*key, cos[row, low], sin[row, low])
+            key = backend.rotated(key, cos[row, low], sin[row, low])
         for lane, half in zip((low, high), key, strict=True):
             keys[slot, head, lane[None, :]] = half.astype(keys.dtype)
             values[slot, head, lane[None, :]] = kv[row, at, 1, head, lane[None, :]].astype(values.dtype)

@@ -1,8 +1,8 @@
-"""``linear`` for few tokens as one Triton kernel: weights are read once, at the speed of memory, and nothing else is.
+"""``linear`` as Triton kernels.
 
-A program owns some columns and walks down all input features, so nothing is left to reduce. The norm's factor is one
-number a token: it multiplies the finished product, while the squares add up beside it. Many tokens are bound by
-arithmetic; XLA's matmul is there.
+Few tokens: one kernel a map. Weights are read once, at the speed of memory, and nothing else is: a program owns some
+columns and walks down all input features, so that no sums are left to add. Many tokens are bound by arithmetic, where
+XLA's matmul is hard to beat; what follows it, residual and norm, is one kernel more.
 """
 
 import math
@@ -17,9 +17,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import exact
-from pallas_kernels.linear import reference
+from pallas_kernels.linear.normed import Norm, Normed, plain
+from pallas_kernels.linear.reference import product
 
-FEW = 32  # tokens up to which the kernel runs
+FEW = 32  # tokens up to which one kernel does it all
 
 
 @dataclass(frozen=True)
@@ -33,82 +34,76 @@ class Tiling:
 
 
 def tiling_of(tokens: int, features: int, columns: int, gated: bool) -> Tiling | None:
-    """A tiling that divides the weight, None where no power of two from 16 on does."""
-    wide = math.gcd(columns, 32)
-    deep = math.gcd(features, 128)
-    return None if min(wide, deep) < 16 else Tiling(wide, deep, 4, 5 if not gated else 4)
+    """A tiling that divides the weight; None where XLA's matmul is as fast: for many tokens, and for maps that narrow,
+    whose few columns leave too few programs; and where no power of two from 16 on divides the weight."""
+    wide, deep = math.gcd(columns, 64), math.gcd(features, 64 if gated else 128)
+    if tokens > FEW or columns <= features or min(wide, deep) < 16:
+        return None
+    return Tiling(wide, deep, warps=4, stages=4 if gated else 6)
 
 
 def linear(
-    x: Array,
+    x: Array | Normed,
     weight: Array,
     *,
-    norm: Any,
     bias: Array | None,
     gated: bool,
     residual: Array | None,
+    norm: Norm | None,
     tiling: Tiling | None = None,
     interpret: bool = False,
-) -> Array:
+) -> tuple[Array, Normed | None]:
     """See ``pallas_kernels.linear``."""
+    given = x if isinstance(x, Normed) else Normed(x)
     features = weight.shape[0]
-    tokens = x.size // features
+    tokens = given.x.size // features
     columns = weight.size // features // (2 if gated else 1)
     tiling = tiling or tiling_of(tokens, features, columns, gated)
-    if tokens > FEW or tiling is None:
-        return reference.linear(x, weight, norm=norm, bias=bias, gated=gated, residual=residual)
+    if tiling is None:
+        return finished(product(plain(x), weight, bias, gated), residual, norm, interpret)
 
-    out_shape = (*x.shape[:-1], *weight.shape[2 if gated else 1 :])
-    flat = (tokens, columns)
+    shape = (*given.x.shape[:-1], *weight.shape[2 if gated else 1 :])
+    flat = jax.ShapeDtypeStruct((tokens, columns), given.x.dtype)
+    parts = jax.ShapeDtypeStruct((columns // tiling.columns, tokens), jnp.float32)
     extras = {
-        "norm": None if norm is None else norm.weight,
+        "squares": given.squares,
         "bias": None if bias is None else bias.reshape(-1, columns),
-        "residual": None if residual is None else residual.reshape(flat),
+        "residual": None if residual is None else residual.reshape(flat.shape),
+        "norm": None if norm is None else norm.weight,
     }
     names = tuple(name for name, array in extras.items() if array is not None)
-    kernel = partial(
-        multiply,
-        tiling=tiling,
-        tokens=tokens,
-        features=features,
-        gated=gated,
-        extras=names,
-        eps=None if norm is None else norm.eps,
-    )
     call = backend.call(
-        kernel,
+        partial(multiply, tiling=tiling, tokens=tokens, features=features, gated=gated, extras=names, eps=given.eps),
         (columns // tiling.columns,),
-        jax.ShapeDtypeStruct(flat, x.dtype),
+        flat if norm is None else (flat, flat, parts),
         interpret=interpret,
         warps=tiling.warps,
         stages=tiling.stages,
         name="linear",
     )
     matrix = weight.reshape(features, -1, columns)
-    out = call(x.reshape(tokens, features), matrix, *(extras[name] for name in names))
-    return out.reshape(out_shape)
+    out = call(given.x.reshape(tokens, features), matrix, *(extras[name] for name in names))
+    if norm is None:
+        return out.reshape(shape), None
+    return out[0].reshape(shape), Normed(out[1].reshape(shape), out[2], norm.eps)
 
 
 def multiply(
     x: Any, weight: Any, *refs: Any,
-    tiling: Tiling, tokens: int, features: int, gated: bool, extras: tuple[str, ...], eps: float | None,
+    tiling: Tiling, tokens: int, features: int, gated: bool, extras: tuple[str, ...], eps: float,
 ) -> None:  # fmt: skip
     """One program: grid (column tiles,)."""
-    optional, out = dict(zip(extras, refs, strict=False)), refs[-1]
-    # Surplus tokens repeat the last one and write the same again.
-    token = jnp.minimum(jnp.arange(max(16, pl.next_power_of_2(tokens))), tokens - 1)
+    optional, results = dict(zip(extras, refs, strict=False)), refs[len(extras) :]
+    height = max(16, pl.next_power_of_2(tokens))
+    token = jnp.arange(height)
+    real = token < tokens
     column = pl.program_id(0) * tiling.columns + jnp.arange(tiling.columns)
-    halves = 2 if gated else 1
 
-    def step(i: Array, carry: Any) -> Any:
-        sums, squares = carry
+    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         feature = i * tiling.features + jnp.arange(tiling.features)
-        tile = x[token[:, None], feature[None, :]]
-        if eps is not None:
-            wide = tile.astype(jnp.float32)
-            squares += (wide * wide).sum(axis=1)
-            tile = (wide * optional["norm"][feature].astype(jnp.float32)[None, :]).astype(tile.dtype)
-        sums = tuple(
+        there = jnp.broadcast_to(real[:, None], (height, tiling.features))
+        tile = backend.load(x.at[token[:, None], feature[None, :]], there)
+        return tuple(
             total
             + lax.dot_general(
                 tile, weight[feature[:, None], half, column[None, :]], (((1,), (0,)), ((), ())),
@@ -116,20 +111,59 @@ def multiply(
             )
             for half, total in enumerate(sums)
         )  # fmt: skip
-        return sums, squares
 
-    zeros = jnp.zeros((token.size, tiling.columns), jnp.float32)
-    sums, squares = lax.fori_loop(
-        0, features // tiling.features, step, ((zeros,) * halves, jnp.zeros((token.size,), jnp.float32))
-    )
-    if eps is not None:
-        factor = lax.rsqrt(squares / features + eps)[:, None]
-        sums = tuple(total * factor for total in sums)
+    zeros = jnp.zeros((height, tiling.columns), jnp.float32)
+    sums = lax.fori_loop(0, features // tiling.features, step, (zeros, zeros) if gated else (zeros,))
+    if "squares" in optional:
+        part, counts = backend.covering(optional["squares"].shape[0])
+        squares = backend.load(optional["squares"].at[part[:, None], token[None, :]], counts[:, None] & real[None, :])
+        factor = lax.rsqrt(squares.sum(axis=0) / features + eps)
+        sums = tuple(total * factor[:, None] for total in sums)
     if "bias" in optional:
         sums = tuple(
             total + optional["bias"][half, column].astype(jnp.float32)[None, :] for half, total in enumerate(sums)
         )
     total = sums[0] * jax.nn.sigmoid(sums[0]) * sums[1] if gated else sums[0]
+    there = jnp.broadcast_to(real[:, None], total.shape)
     if "residual" in optional:
-        total += optional["residual"][token[:, None], column[None, :]].astype(jnp.float32)
-    out[token[:, None], column[None, :]] = total.astype(out.dtype)
+        total += backend.load(optional["residual"].at[token[:, None], column[None, :]], there).astype(jnp.float32)
+    out = total.astype(results[0].dtype)
+    backend.store(results[0].at[token[:, None], column[None, :]], out, there)
+    if "norm" in optional:
+        wide = out.astype(jnp.float32)
+        scaled = (wide * optional["norm"][column].astype(jnp.float32)[None, :]).astype(out.dtype)
+        backend.store(results[1].at[token[:, None], column[None, :]], scaled, there)
+        backend.store(results[2].at[pl.program_id(0), token], (wide * wide).sum(axis=1), real)
+
+
+def finished(out: Array, residual: Array | None, norm: Norm | None, interpret: bool) -> tuple[Array, Normed | None]:
+    """residual + out [..., C], and its norm, in one kernel."""
+    if norm is None:
+        return out if residual is None else residual + out, None
+    size = out.shape[-1]
+    flat = jax.ShapeDtypeStruct((out.size // size, size), out.dtype)
+    operands = [norm.weight, out.reshape(flat.shape), *([] if residual is None else [residual.reshape(flat.shape)])]
+    total, normed = backend.call(
+        partial(add_and_norm, size=size, eps=norm.eps),
+        (flat.shape[0],),
+        (flat, flat),
+        interpret=interpret,
+        warps=4,
+        stages=1,
+        name="add_and_norm",
+    )(*operands)
+    return total.reshape(out.shape), Normed(normed.reshape(out.shape))
+
+
+def add_and_norm(weight: Any, *refs: Any, size: int, eps: float) -> None:
+    """One program: grid (tokens,). Adds the operands, all refs but the two results."""
+    *operands, total, normed = refs
+    row = pl.program_id(0)
+    lane, real = backend.covering(size)
+    values = [ref[row, lane] for ref in operands]
+    out = sum(value.astype(jnp.float32) for value in values[1:]) + values[0].astype(jnp.float32)
+    out = out.astype(total.dtype)
+    wide = out.astype(jnp.float32)
+    factor = lax.rsqrt(jnp.where(real, wide * wide, 0).sum() / size + eps)
+    total[row, lane] = out  # surplus lanes repeat the last one
+    normed[row, lane] = weight[lane] * (wide * factor).astype(out.dtype)

@@ -47,9 +47,7 @@ def split(qkv: Any, cos: Any, sin: Any, *refs: Any, group: int, head_dim: int, e
             backend.normed(x, [weight[low], weight[high]], real, head_dim, eps)
             for x, weight in ((queries, refs[0]), (keys, refs[1]))
         )
-    for lane, query, key in zip(
-        (low, high), backend.rotated(*queries, c, s), backend.rotated(*keys, c, s), strict=True
-    ):
+    for lane, query, key in zip((low, high), backend.rotated(queries, c, s), backend.rotated(keys, c, s), strict=True):
         q[token, head * group + members, lane[None, :]] = query
         kv[token, 0, head, lane] = key
         kv[token, 1, head, lane] = qkv[token, head, group + 1, lane]

@@ -1,11 +1,9 @@
 """``benchmark.py engine``: many requests at once, plain and with DFlash, with and without overlap."""
 
-import glob
 import json
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from benchmarks.measuring import DRAFTER, PROMPTS, Dtype, console, prompt_rows
+from benchmarks.measuring import DRAFTER, PROMPTS, Dtype, console, idle_share, prompt_rows, traced
 from benchmarks.shapes import TARGETS, alone, random_pair
 from convert.load import open_checkpoint
 from dflash_jax import make_mesh, verify
@@ -27,10 +25,6 @@ from serving.engine import Engine
 from serving.request import Request, SamplingParams
 from serving.shapes import DecodeShape
 from serving.tokenizer import Tokenizer
-
-IDLE_GAP_US = (
-    20.0  # a gap between kernels is the host's fault from here on; kernels of one launch follow within some us
-)
 
 
 @dataclass(frozen=True)
@@ -102,32 +96,6 @@ def drain(engine: Engine, requests: list[Request]) -> None:
         engine.scheduler.tree.evict(engine.scheduler.pool.total)
 
 
-def idle_share(run: Callable[[], object]) -> float | None:
-    """The share of a run's device time in which no kernel ran for longer than kernels of one launch lie apart."""
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0  # the host must not be slower than it is
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            run()
-        (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        planes = jax.profiler.ProfileData.from_file(file).planes
-        spans = sorted(
-            (event.start_ns, event.start_ns + event.duration_ns)
-            for plane in planes
-            if plane.name.startswith("/device:GPU:0")
-            for line in plane.lines
-            if "Stream" in line.name
-            for event in line.events
-        )
-    if not spans:
-        return None
-    idle, end = 0.0, spans[0][1]
-    for start, stop in spans:
-        idle += max(start - end, 0) if start - end > 1e3 * IDLE_GAP_US else 0
-        end = max(end, stop)
-    return idle / (end - spans[0][0])
-
-
 def bare_ms(engine: Engine, shape: DecodeShape) -> float:
     """ms of a decode step enqueued ahead without any host work."""
     return engine.runner.ms_of(shape, ahead=24)
@@ -170,7 +138,7 @@ def measure(
         if rows == engine.scheduler.shapes.max_rows:
             requests = requests_of(prompts, rows, max_tokens)
             prefilled(engine, requests)
-            idle = idle_share(partial(decoded, engine, requests, 12))
+            idle = idle_share(traced(partial(decoded, engine, requests, 12)))
             drain(engine, requests)
         ms = 1e3 * seconds / steps
         out.append(

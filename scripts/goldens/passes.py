@@ -23,7 +23,7 @@ from dflash_jax import Model, ModelParams, StepState, cache, new_state, row_samp
 from dflash_jax.cache import PagedKV, View
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafters import TargetIO, dflash
-from dflash_jax.layers import linear, logits_of, rms_norm
+from dflash_jax.layers import Norm, linear_and_norm, logits_of
 from dflash_jax.step import PrefillInputs, commit
 
 PAGE = 8
@@ -152,12 +152,12 @@ def drafted(params: Any, tables: dict[str, Array], cfg: DrafterConfig, view: Vie
     """The block tokens [1, T] behind ``view``; its drafts come from ``draft`` itself, which builds its own masks."""
     lent = borrow(tables)
     noise = lent.embed(tokens)
-    hidden = dflash.block_hidden(params, cfg, noise, view)
+    hidden, stream = dflash.block_hidden(params, cfg, noise, view)
     cfg = dflash.with_block(cfg, tokens.shape[1])
     block = dflash.draft(
         params, lent, cfg, tokens[:, 0], view.lengths, view, (), lambda logits, positions: jnp.argmax(logits, axis=-1)
     )
-    residuals = jnp.stack([x[0] for x in dflash.block_residuals(params, cfg, noise, view)])
+    residuals = jnp.stack([x[0] for x in stream])
     logits = dflash.scores_of(params, lent, cfg, hidden)
     return Block(noise[0], residuals, hidden[0], logits[0], view.positions(tokens.shape[1])[0], block[0, 1:])
 
@@ -165,8 +165,9 @@ def drafted(params: Any, tables: dict[str, Array], cfg: DrafterConfig, view: Vie
 @partial(jax.jit, static_argnames="cfg")
 def projected(params: Any, cfg: DrafterConfig, features: Array) -> Array:
     """The drafter's context [1, C, D] of features [1, C, K * D]."""
-    context = linear(features, params["fc"], implementation="reference")
-    return rms_norm(context, params["hidden_norm"], cfg.rms_norm_eps)
+    norm = Norm(params["hidden_norm"], cfg.rms_norm_eps)
+    _, context = linear_and_norm(features, params["fc"], norm, implementation="reference")
+    return context.array()
 
 
 class Drafter:
