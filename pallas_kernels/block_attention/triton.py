@@ -62,11 +62,13 @@ def key_of(sizes: Sizes, dtype: Any) -> str:
 
 
 def tiling_of(sizes: Sizes, dtype: Any) -> Tiling:
-    """The measured tiling of a shape, or one by rule of thumb: programs for the whole machine, tiles that fit its
-    registers."""
+    """The measured tiling of a shape, or one by rule of thumb."""
     measured = tuning.lookup("block_attention", key_of(sizes, dtype))
-    if measured is not None:
-        return Tiling(**measured)
+    return rule(sizes, dtype) if measured is None else Tiling(**measured)
+
+
+def rule(sizes: Sizes, dtype: Any) -> Tiling:
+    """Programs for the whole machine, tiles that fit its registers."""
     most = 64 if sizes.head_dim > 128 or dtype == jnp.float32 else 128
     queries = max(16, pl.next_power_of_2(sizes.group), min(pl.next_power_of_2(sizes.queries * sizes.group), most))
     keys = 32 if dtype == jnp.float32 or sizes.head_dim > 128 else 128 if queries <= 32 else 64

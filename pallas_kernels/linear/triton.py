@@ -36,17 +36,26 @@ class Tiling:
 
 
 def key_of(tokens: int, features: int, columns: int, gated: bool, norm: bool, dtype: Any) -> str:
-    """What a measured tiling is kept under; tokens round up to powers of two."""
+    """What a measured tiling is kept under; tokens round up to powers of two from 16 on, the least rows of a tile."""
     parts = f"{'gated, ' if gated else ''}{'norm, ' if norm else ''}{jnp.dtype(dtype).name}"
-    return f"{pl.next_power_of_2(tokens)} tokens, {features} to {columns}, {parts}"
+    return f"{height_of(tokens)} tokens, {features} to {columns}, {parts}"
+
+
+def height_of(tokens: int) -> int:
+    """Rows of a tile of tokens: a power of two that tensor cores take."""
+    return max(16, pl.next_power_of_2(tokens))
 
 
 def tiling_of(tokens: int, features: int, columns: int, gated: bool, norm: bool, dtype: Any) -> Tiling | None:
-    """The measured tiling, or one by rule of thumb; None where XLA's matmul is better: for many tokens, for maps that
-    narrow, and where no power of two from 16 on divides the weight."""
+    """The measured tiling of a map, or one by rule of thumb; None where XLA's matmul is better."""
     measured = tuning.lookup("linear", key_of(tokens, features, columns, gated, norm, dtype))
     if measured is not None:
         return Tiling(**measured) if measured else None
+    return rule(tokens, features, columns, gated)
+
+
+def rule(tokens: int, features: int, columns: int, gated: bool) -> Tiling | None:
+    """XLA's matmul for many tokens, for maps that narrow, and where no power of two from 16 on divides the weight."""
     wide, deep = math.gcd(columns, 64), math.gcd(features, 64 if gated else 128)
     if tokens > FEW or columns <= features or min(wide, deep) < 16:
         return None
@@ -71,7 +80,7 @@ def linear(
     columns = weight.size // features // (2 if gated else 1)
     tiling = tiling or tiling_of(tokens, features, columns, gated, norm is not None, given.x.dtype)
     if tiling is None:
-        return finished(product(plain(x), weight, bias, gated)[None], residual, norm, interpret)
+        return by_xla(x, weight, bias=bias, gated=gated, residual=residual, norm=norm, interpret=interpret)
 
     assert tiling.splits == 1 or not gated, "a gate needs whole sums"
     shape = (*given.x.shape[:-1], *weight.shape[2 if gated else 1 :])
@@ -107,13 +116,27 @@ def linear(
     return out[0].reshape(shape), Normed(out[1].reshape(shape), out[2], norm.eps)
 
 
+def by_xla(
+    x: Array | Normed,
+    weight: Array,
+    *,
+    bias: Array | None,
+    gated: bool,
+    residual: Array | None,
+    norm: Norm | None,
+    interpret: bool = False,
+) -> tuple[Array, Normed | None]:
+    """The same with XLA's matmul."""
+    return finished(product(plain(x), weight, bias, gated)[None], residual, norm, interpret)
+
+
 def multiply(
     x: Any, weight: Any, *refs: Any,
     tiling: Tiling, tokens: int, features: int, gated: bool, extras: tuple[str, ...], eps: float,
 ) -> None:  # fmt: skip
     """One program: grid (column tiles, splits)."""
     optional, results = dict(zip(extras, refs, strict=False)), refs[len(extras) :]
-    height = max(16, pl.next_power_of_2(tokens))
+    height = height_of(tokens)
     token = jnp.arange(height)
     real = token < tokens
     column = pl.program_id(0) * tiling.columns + jnp.arange(tiling.columns)
