@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import MIXTURE
 
+from dflash_jax.params import expert_leaves
+from dflash_jax.sharding import make_mesh, sharding_of
 from dflash_jax.targets import gpt_oss, moe
 
 DIM, WIDTH, SHARED = 24, 20, 28
@@ -127,3 +130,18 @@ def test_gpt_oss_experts_are_a_loop_with_clamps_and_biases():
     weights, ids = gpt_oss.route(moe.router_logits(layer, x), 2)
     ours = moe.mixture(layer, jnp.asarray(x), weights, ids, partial(gpt_oss.clamped_swiglu, limit=limit))
     np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_a_split_over_devices_moves_no_weights(tokens):
+    """Each device multiplies its slice of every expert; the sums of the slices are all that travels."""
+    mesh, cfg = make_mesh(2), Router(3, True)
+    axes = {name: leaf.axes for name, leaf in expert_leaves(MIXTURE, bias=False).items()}
+    layer = {n: jax.device_put(w, sharding_of(axes[n], w.shape, mesh)) for n, w in random_layer(6, False).items()}
+    x = jax.device_put(rows(tokens)[None], sharding_of(("rows", "slots", "embed"), (1, tokens, DIM), mesh))
+    step = jax.jit(moe.experts, static_argnums=1, out_shardings=x.sharding)
+    text = step.lower(layer, cfg, x).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    np.testing.assert_allclose(step(layer, cfg, x)[0], by_loop(random_layer(6, False), cfg, rows(tokens)), atol=2e-5)
