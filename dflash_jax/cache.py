@@ -84,8 +84,12 @@ def attend(
     valid: Array,
     causal: bool | Array,
     window: int | None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own kv [B, T, 2, G, H]."""
+    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own kv [B, T, 2, G, H].
+
+    sinks: [N] scores that take part in the softmax and have no value.
+    """
     return block_attention(
         q,
         kv,
@@ -98,6 +102,7 @@ def attend(
         page=view.kv.page,
         causal=causal,
         window=window,
+        sinks=sinks,
         implementation=view.kernels,
     )
 

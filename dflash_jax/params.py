@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, GptOssConfig, MoeConfig, TargetConfig
 from dflash_jax.sharding import sharding_of
 
 Params = dict[str, Any]
@@ -70,19 +70,48 @@ def mlp_leaves(cfg: TargetConfig | DrafterConfig, bias: bool) -> Params:
     return leaves
 
 
+def expert_leaves(cfg: MoeConfig, bias: bool) -> Params:
+    """router [D, E], expert_gate_up [E, D, 2, F], expert_down [E, F, D] with their biases; the shared expert alike.
+
+    Experts are declared as they run: a fused copy of them at load would double the largest arrays of a model.
+    """
+    dim, count, width, shared = (
+        cfg.hidden_size,
+        cfg.num_experts,
+        cfg.moe_intermediate_size,
+        cfg.shared_expert_intermediate_size,
+    )
+    leaves: Params = {
+        "router": Leaf((dim, count), ("embed", "experts")),
+        "expert_gate_up": Leaf((count, dim, 2, width), ("experts", "embed", "kv", "mlp")),
+        "expert_down": Leaf((count, width, dim), ("experts", "mlp", "embed")),
+    }
+    if bias:
+        leaves["router_bias"] = Leaf((count,), ("experts",))
+        leaves["expert_gate_up_bias"] = Leaf((count, 2, width), ("experts", "kv", "mlp"))
+        leaves["expert_down_bias"] = Leaf((count, dim), ("experts", "embed"))
+    if shared:
+        leaves["shared_gate_up"] = Leaf((dim, 2, shared), ("embed", "kv", "mlp"))
+        leaves["shared_down"] = Leaf((shared, dim), ("mlp", "embed"))
+        leaves["shared_gate"] = Leaf((dim,), ("embed",))
+    return leaves
+
+
 def norm_leaves(cfg: TargetConfig | DrafterConfig) -> Params:
     """The two norms of a decoder layer [D]."""
     return {name: Leaf((cfg.hidden_size,), ("embed",)) for name in ("input_norm", "post_norm")}
 
 
 def target_leaves(cfg: TargetConfig) -> Params:
-    """The declaration of a dense target. embed and head are [V, D]; a tied target has no head."""
-    dim = cfg.hidden_size
+    """The declaration of a target. embed and head are [V, D]; a tied target has no head. gpt-oss has sinks [N]."""
+    dim, gpt_oss = cfg.hidden_size, isinstance(cfg, GptOssConfig)
     layer = {
         **norm_leaves(cfg),
         **attention_leaves(cfg, cfg.qkv_bias, cfg.o_bias, cfg.qk_norm),
-        **mlp_leaves(cfg, cfg.mlp_bias),
+        **(expert_leaves(cfg, gpt_oss) if isinstance(cfg, MoeConfig) else mlp_leaves(cfg, cfg.mlp_bias)),
     }
+    if gpt_oss:
+        layer["sinks"] = Leaf((cfg.num_attention_heads,), ("heads",))
     table = Leaf((cfg.vocab_rows, dim), ("vocab", "embed"))
     leaves = {
         "embed": table,
@@ -173,9 +202,15 @@ def init(cfg: TargetConfig | DrafterConfig, key: Array, dtype: jnp.dtype, mesh: 
     made = {}
     for key, (name, spec) in zip(keys, flat.items(), strict=True):
         kind = name.split(".")[-1]
-        fan_in = cfg.hidden_size if kind in ("embed", "head", "q", "k", "v") else math.prod(spec.shape[:-1])
-        made[name] = random_leaf(kind, spec, fan_in, key)
+        made[name] = random_leaf(kind, spec, fan_in(kind, spec.shape, cfg.hidden_size), key)
     return unflatten(made, cfg)
+
+
+def fan_in(kind: str, shape: tuple[int, ...], dim: int) -> int:
+    """Numbers that one output of the parameter ``kind`` sums over."""
+    if kind == "expert_down":
+        return shape[1]
+    return dim if kind in FROM_STREAM else math.prod(shape[:-1])
 
 
 @partial(jax.jit, static_argnames=("kind", "spec", "fan_in"))
@@ -201,7 +236,8 @@ def pack_layer(layer: Params, kv_heads: int) -> Params:
     """The runtime layout of one decoder layer."""
     packed = {k: v for k, v in layer.items() if k not in PLAIN}
     packed["qkv"] = fuse_qkv(layer, kv_heads)
-    packed["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=1)
+    if "gate" in layer:
+        packed["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=1)
     if "q_bias" in layer:
         packed["qkv_bias"] = fuse_qkv(layer, kv_heads, "_bias")
     if "gate_bias" in layer:
@@ -217,12 +253,15 @@ def unpack_layer(packed: Params) -> Params:
             group = packed[fused]
             layer[f"q{suffix}"] = group[..., :-2, :].reshape(*group.shape[:-3], -1, group.shape[-1])
             layer[f"k{suffix}"], layer[f"v{suffix}"] = group[..., -2, :], group[..., -1, :]
-    layer["gate"], layer["up"] = packed["gate_up"][:, 0], packed["gate_up"][:, 1]
+    if "gate_up" in packed:
+        layer["gate"], layer["up"] = packed["gate_up"][:, 0], packed["gate_up"][:, 1]
     if "gate_up_bias" in packed:
         layer["gate_bias"], layer["up_bias"] = packed["gate_up_bias"]
     return layer
 
 
+# Parameters whose outputs sum over the residual stream, or that stand for it.
+FROM_STREAM = ("embed", "head", "q", "k", "v", "expert_gate_up", "shared_gate_up", "shared_gate")
 PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias")
 FUSED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
 CONTEXT = ("context_kv", "context_kv_bias", "context_k_norm")
