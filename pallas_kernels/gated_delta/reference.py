@@ -53,7 +53,7 @@ def gated_delta(
     else:
         _, (out, deltas, bases) = lax.scan(step, state, chunks)
         u, base = deltas[-1], bases[-1].reshape(rows, *states.shape[1:])
-    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, count * size, *states.shape[1::2])[:, :block]
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, count * size, states.shape[1], -1)[:, :block]
     last = k[-1].transpose(0, 2, 1, 3), heads_last(u), heads_last(total[-1][..., None])[..., 0]
     return out, (*last, (count - 1) * size, base)
 
