@@ -67,7 +67,7 @@ def test_blocks_equal_the_recurrence(
         np.testing.assert_allclose(out[row, :n], exact, atol=bound)
     for chosen in counts:
         new = fold_delta(
-            jnp.asarray(states), slots, started, record, np.array(chosen, np.int32), implementation="reference"
+            jnp.asarray(states), slots, started, slots, record, np.array(chosen, np.int32), implementation="reference"
         )
         for row, n in enumerate(chosen):
             state = states[slots[row]].astype(np.float64) if started[row] else np.zeros(states.shape[1:])
@@ -82,7 +82,7 @@ def test_a_slot_out_of_range_is_not_written() -> None:
     states = jnp.asarray(rng.normal(size=(SLOTS, GROUPS * SHARE, TALL, WIDE)), jnp.float32)
     slots, started, arrays = np.full(3, SLOTS), np.zeros(3, bool), block(rng, 4, 0.0)
     _, record = gated_delta(*arrays, states, slots, started, implementation="reference")
-    new = fold_delta(states, slots, started, record, np.full(3, 4, np.int32), implementation="reference")
+    new = fold_delta(states, slots, started, slots, record, np.full(3, 4, np.int32), implementation="reference")
     np.testing.assert_array_equal(new, states)
 
 
@@ -96,7 +96,7 @@ def test_many_folds_do_not_drift() -> None:
     @jax.jit
     def step(states: jax.Array, started: jax.Array, arrays: list[jax.Array], count: jax.Array) -> jax.Array:
         _, record = gated_delta(*arrays, states, slots, started, implementation="reference")
-        return fold_delta(states, slots, started, record, count, implementation="reference")
+        return fold_delta(states, slots, started, slots, record, count, implementation="reference")
 
     for at in range(400):
         arrays, count = block(rng, 8, 0.9), rng.integers(1, 9, 3).astype(np.int32)

@@ -30,10 +30,17 @@ class Record(NamedTuple):
     base: Array | None
 
 
+# Plain JAX everywhere: there is no Triton kernel of these yet.
 BLOCKS: dict[str, Callable[..., tuple[Array, tuple[Array, Array, Array, int, Array | None]]]] = {
-    "reference": reference.gated_delta
+    "reference": reference.gated_delta,
+    "triton": reference.gated_delta,
+    "interpreted": reference.gated_delta,
 }
-FOLDS: dict[str, Callable[..., Array]] = {"reference": reference.fold_delta}
+FOLDS: dict[str, Callable[..., Array]] = {
+    "reference": reference.fold_delta,
+    "triton": reference.fold_delta,
+    "interpreted": reference.fold_delta,
+}
 
 
 def gated_delta(
@@ -68,18 +75,19 @@ def gated_delta(
 
 
 def fold_delta(
-    states: Array, slots: Array, started: Array, record: Record, count: Array, *, implementation: str
+    states: Array, slots: Array, started: Array, into: Array, record: Record, count: Array, *, implementation: str
 ) -> Array:
     """The states with the first ``count`` rows of a block folded in.
 
     Args:
-        states, slots, started: as they were given to ``gated_delta``; but a slot >= S drops the row.
-        record: what it returned.
-        count: int32 [B] rows to fold; 0 leaves the slot as it is. Of a block of more than ``CHUNK`` rows either all
+        states, slots, started: as they were given to ``gated_delta``.
+        into: int32 [B] the slot that takes each row's new state, mostly the one it came from; >= S drops it.
+        record: what ``gated_delta`` returned.
+        count: int32 [B] rows to fold; 0 leaves the slots as they are. Of a block of more than ``CHUNK`` rows either all
             rows that exist are folded or none: it is a piece of a prompt.
         implementation: a key of ``FOLDS``.
 
     Returns:
         float32 [S, N, K, V]; in place where the states are donated.
     """
-    return FOLDS[implementation](states, slots, started, *record, count)
+    return FOLDS[implementation](states, slots, started, into, *record, count)

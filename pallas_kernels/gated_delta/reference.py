@@ -62,6 +62,7 @@ def fold_delta(
     states: Array,
     slots: Array,
     started: Array,
+    into: Array,
     k: Array,
     u: Array,
     total: Array,
@@ -82,7 +83,7 @@ def fold_delta(
     deltas, totals = u.reshape(*split, u.shape[-1]).transpose(0, 2, 3, 1, 4), total.reshape(split).transpose(0, 2, 3, 1)
     ends = last.reshape(rows, groups, -1, 1)
     new = folded(state.reshape(rows, groups, -1, *state.shape[2:]), k.transpose(0, 2, 1, 3), deltas, totals, ends)
-    where = jnp.where(count > 0, slots, states.shape[0])
+    where = jnp.where(count > 0, into, states.shape[0])
     return states.at[where].set(new.reshape(state.shape), mode="drop")
 
 
