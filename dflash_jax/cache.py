@@ -62,7 +62,7 @@ class Recurrent(struct.PyTreeNode):
 
 
 class Record(struct.PyTreeNode):
-    """What a recurrent layer needs to keep a prefix of a block: raw [B, T, G, channels], and ``fold_delta``'s record."""
+    """What a recurrent layer needs to keep a prefix of a block: raw [B, T, G, channels], and what ``fold_delta`` takes."""
 
     raw: Array
     delta: DeltaRecord
@@ -139,8 +139,12 @@ def attend(
     valid: Array,
     causal: bool | Array,
     window: int | None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own kv [B, T, 2, G, H]."""
+    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own kv [B, T, 2, G, H].
+
+    sinks: [N] scores that take part in the softmax and have no value.
+    """
     return block_attention(
         q,
         kv,
@@ -153,6 +157,7 @@ def attend(
         page=view.kv.page,
         causal=causal,
         window=window,
+        sinks=sinks,
         implementation=view.kernels,
     )
 

@@ -5,17 +5,21 @@ that could hide a missing field of a checkpoint.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-LayerType = Literal["full_attention", "sliding_attention"]
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 C = TypeVar("C", "TargetConfig", "DrafterConfig")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding over the full head (half-split pairs). ``None`` marks a parameter that ``rope_type`` lacks."""
+    """Rotary embedding (half-split pairs). ``None`` marks a parameter that ``rope_type`` lacks.
+
+    ``partial_rotary_factor``: the share of a head's dimensions that turns, the first ones.
+    """
 
     rope_theta: float
     rope_type: str = "default"
@@ -27,12 +31,15 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type {self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
         if self.rope_theta <= 0:
             raise ValueError(f"rope_theta must be positive, got {self.rope_theta}")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(f"partial_rotary_factor must be in 0 .. 1, got {self.partial_rotary_factor}")
         needed = {
             "default": (),
             "linear": ("factor",),
@@ -83,6 +90,77 @@ class TargetConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer, None for full attention."""
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig(TargetConfig):
+    """A target whose layers mix experts: Qwen3-MoE.
+
+    ``moe_intermediate_size`` is the width of an expert, ``shared_expert_intermediate_size`` that of the expert of every
+    token (0: there is none). ``norm_topk_prob``: the weights of a token's experts are scaled to sum to one.
+    ``intermediate_size`` has no use where no layer is dense.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is not in 1 .. {self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MoeConfig):
+    """gpt-oss: a mixture with biases everywhere, attention sinks, and SwiGLU clamped at ``swiglu_limit``."""
+
+    swiglu_limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(TargetConfig):
+    """Qwen3.5: gated delta nets (``linear_attention``) beside attention with an output gate; zero-centred norms."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    @property
+    def grouped_projections(self) -> bool:
+        """Whether files hold the projections of a delta net as two tensors grouped by key head (Qwen3-Next)."""
+        return self.model_type == "qwen3_next"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of "
+                f"linear_num_key_heads {self.linear_num_key_heads}"
+            )
+        if self.linear_conv_kernel_dim < 2:
+            raise ValueError(f"linear_conv_kernel_dim must be at least 2, got {self.linear_conv_kernel_dim}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMoeConfig(HybridConfig, MoeConfig):
+    """Qwen3-Next and Qwen3.5-MoE: the same with experts."""
+
+
+# The classes of targets by model_type; a family that is not named here is dense.
+TARGET_CONFIGS: Mapping[str, type[TargetConfig]] = {
+    "gpt_oss": GptOssConfig,
+    "qwen3_5": HybridConfig,
+    "qwen3_5_moe": HybridMoeConfig,
+    "qwen3_moe": MoeConfig,
+    "qwen3_next": HybridMoeConfig,
+}
 
 
 @dataclass(frozen=True)
@@ -150,9 +228,10 @@ def check_attention(cfg: TargetConfig | DrafterConfig) -> None:
         raise ValueError(f"head_dim must be even for rotary pairs, got {cfg.head_dim}")
     if len(cfg.layer_types) != cfg.num_hidden_layers:
         raise ValueError(f"layer_types has {len(cfg.layer_types)} entries for {cfg.num_hidden_layers} layers")
-    unknown = sorted(set(cfg.layer_types) - {"full_attention", "sliding_attention"})
+    known = {"full_attention", "linear_attention" if isinstance(cfg, HybridConfig) else "sliding_attention"}
+    unknown = sorted(set(cfg.layer_types) - known)
     if unknown:
-        raise ValueError(f"layer_types holds {', '.join(unknown)}; only full_attention and sliding_attention are known")
+        raise ValueError(f"layer_types holds {', '.join(unknown)}; only {' and '.join(sorted(known))} are known")
     if "sliding_attention" in cfg.layer_types and not (cfg.sliding_window and cfg.sliding_window > 0):
         raise ValueError(f"sliding_attention layers need a positive sliding_window, got {cfg.sliding_window}")
 
@@ -207,7 +286,12 @@ def to_json(cfg: TargetConfig | DrafterConfig) -> dict[str, Any]:
 
 
 def from_json(kind: type[C], data: dict[str, Any]) -> C:
-    """The inverse of ``to_json``. Raises ValueError naming unknown and missing fields together."""
+    """The inverse of ``to_json``; a target's class follows from its model_type.
+
+    Raises ValueError naming unknown and missing fields together.
+    """
+    if issubclass(kind, TargetConfig):
+        kind = TARGET_CONFIGS.get(data.get("model_type", ""), kind)
     names = {field.name for field in dataclasses.fields(kind)}
     required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
     unknown, missing = sorted(set(data) - names), sorted(required - set(data))

@@ -11,4 +11,13 @@ from pallas_kernels.inject_kv import inject_kv
 from pallas_kernels.linear import linear, linear_and_norm
 from pallas_kernels.split_heads import split_heads
 
-__all__ = ["block_attention", "fold_delta", "gated_delta", "inject_kv", "linear", "linear_and_norm", "resolve", "split_heads"]
+__all__ = [
+    "block_attention",
+    "fold_delta",
+    "gated_delta",
+    "inject_kv",
+    "linear",
+    "linear_and_norm",
+    "resolve",
+    "split_heads",
+]

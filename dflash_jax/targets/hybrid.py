@@ -1,8 +1,8 @@
 """Hybrid decoders: Qwen3-Next and Qwen3.5, dense or with experts. Three layers in four are gated delta nets.
 
 A gated delta net keeps a state of fixed size a row instead of K/V. A block is computed in closed form behind the state
-without touching it; ``records`` say what each layer needs to fold the accepted prefix in, which the step does. The other
-layers are attention with a rotary embedding on a part of each head and a sigmoid gate on its output. Norms are
+without touching it; ``records`` say what each layer needs to fold the accepted prefix in, which the step does. The
+other layers are attention with a rotary embedding on a part of each head and a sigmoid gate on its output. Norms are
 zero-centred: packed weights are 1 + w in float32. Text only, so the three position axes of M-RoPE are one.
 """
 
@@ -74,7 +74,7 @@ def delta_net(
     """
     shape = state_shape(cfg)
     mixed = linear(normed, layer["delta_in"], implementation=view.kernels)  # [B, T, G, 2 K + s (2 V + 2)]
-    rows, block, groups, share = *mixed.shape[:3], shape.heads // shape.groups
+    rows, block, share = *mixed.shape[:2], shape.heads // shape.groups
     wide = share * shape.value
     raw = mixed[..., : shape.channels]
     z, b, a = jnp.split(mixed[..., shape.channels :], [wide, wide + share], axis=-1)
@@ -142,9 +142,7 @@ def forward(
             out = layer["o"]
             rows.append(kv)
         post = Norm(layer["post_norm"], cfg.rms_norm_eps)
-        x, normed = linear_and_norm(
-            mixed, out.reshape(-1, x.shape[-1]), post, residual=x, implementation=kernels
-        )
+        x, normed = linear_and_norm(mixed, out.reshape(-1, x.shape[-1]), post, residual=x, implementation=kernels)
         x, normed = feed_forward(layer, cfg, x, normed, Norm(following, cfg.rms_norm_eps), kernels)
         stream.append(x)
     final = normed.array()

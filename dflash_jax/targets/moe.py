@@ -4,7 +4,7 @@ The router is float32 whatever the model's dtype, since near-tied experts would 
 no token looks at another: a row of the result depends on that row of x alone, so rows of padding do not matter.
 
 The matmuls come in two ways with the same result. For few tokens the weights of their experts are gathered, one matmul
-a (token, expert) pair; for many the pairs are sorted by expert and each expert's weights are read once (``ragged_dot``).
+a (token, expert) pair; for many, pairs are sorted by expert and each expert's weights are read once (``ragged_dot``).
 """
 
 from collections.abc import Callable
@@ -15,10 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dflash_jax.layers import exact, linear
+from dflash_jax.layers import Norm, Normed, exact, linear, norm_of
+from dflash_jax.targets import dense
+from dflash_jax.targets.dense import cache_shape, embed, head, state_shape
 
 Params = dict[str, Any]
 Activation = Callable[[Array, Array], Array]  # (gate, up) [..., F] -> [..., F]
+
+__all__ = ["cache_shape", "embed", "experts", "forward", "head", "state_shape"]
 
 # At most so many (token, expert) pairs are gathered. Above it, pairs share experts and sorting reads fewer bytes.
 GATHERED_PAIRS = 64
@@ -123,3 +127,12 @@ def shared_expert(layer: Params, x: Array, kernels: str) -> Array:
     wide = linear(x, layer["shared_gate_up"], gated=True, implementation=kernels)
     gate = jnp.einsum("...d,d->...", x, layer["shared_gate"], precision=exact(x.dtype))
     return jax.nn.sigmoid(gate)[..., None] * linear(wide, layer["shared_down"], implementation=kernels)
+
+
+def feed_forward(layer: Params, cfg: Any, x: Array, normed: Normed, norm: Norm, kernels: str) -> tuple[Array, Normed]:
+    """See ``dense.FeedForward``."""
+    x = x + experts(layer, cfg, normed.array(), kernels)
+    return x, norm_of(x, norm)
+
+
+forward = partial(dense.forward, feed_forward=feed_forward)

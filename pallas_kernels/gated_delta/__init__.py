@@ -1,8 +1,8 @@
 """The gated delta rule over a block of tokens, on states in slots: one op reads them, one writes them.
 
-Per value head, with a state S [K, V] in float32: S <- exp(g) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q. A block
-is computed in closed form and leaves the states alone; what it returns beside its output is enough to fold any prefix
-of the block into them, so that a rejected draft leaves no trace.
+Per value head, with a state S [K, V] in float32: S <- exp(g) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q. A
+block is computed in closed form and leaves the states alone; what it returns beside its output is enough to fold any
+prefix of the block into them, so that a rejected draft leaves no trace.
 """
 
 from collections.abc import Callable
