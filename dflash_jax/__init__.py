@@ -23,8 +23,12 @@ from dflash_jax.step import Model, ModelParams, StepState, decode_step, new_stat
 __all__ = [
     "DrafterConfig",
     "Generation",
+    "GptOssConfig",
+    "HybridConfig",
+    "HybridMoeConfig",
     "Model",
     "ModelParams",
+    "MoeConfig",
     "RopeConfig",
     "StepState",
     "TargetConfig",

@@ -62,7 +62,7 @@ class Recurrent(struct.PyTreeNode):
 
 
 class Record(struct.PyTreeNode):
-    """What a recurrent layer needs to keep a prefix of a block: raw [B, T, G, channels], and what ``fold_delta`` takes."""
+    """What a recurrent layer needs to keep a prefix of a block: raw [B, T, G, channels], and what is folded."""
 
     raw: Array
     delta: DeltaRecord

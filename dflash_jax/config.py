@@ -7,10 +7,10 @@ that could hide a missing field of a checkpoint.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
-C = TypeVar("C", "TargetConfig", "DrafterConfig")
+C = TypeVar("C", bound="TargetConfig | DrafterConfig")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -290,8 +290,8 @@ def from_json(kind: type[C], data: dict[str, Any]) -> C:
 
     Raises ValueError naming unknown and missing fields together.
     """
-    if issubclass(kind, TargetConfig):
-        kind = TARGET_CONFIGS.get(data.get("model_type", ""), kind)
+    family = TARGET_CONFIGS.get(data.get("model_type", ""), TargetConfig)
+    kind = cast(type[C], family) if issubclass(kind, TargetConfig) else kind
     names = {field.name for field in dataclasses.fields(kind)}
     required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
     unknown, missing = sorted(set(data) - names), sorted(required - set(data))

@@ -59,7 +59,9 @@ def test_blocks_equal_the_recurrence(
     for row, n in enumerate(valid):
         beta[row, n:] = decay[row, n:] = 0
     arrays = (q, k, v, beta, decay)
-    out, record = jax.jit(lambda *a: gated_delta(*a, jnp.asarray(states), slots, started, implementation="reference"))(*arrays)
+    out, record = jax.jit(lambda *a: gated_delta(*a, jnp.asarray(states), slots, started, implementation="reference"))(
+        *arrays
+    )
     bound = 1e-5 if alike == 0 else 3e-5
     for row, n in enumerate(valid):
         state = states[slots[row]].astype(np.float64) if started[row] else np.zeros(states.shape[1:])

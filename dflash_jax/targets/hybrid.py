@@ -131,7 +131,9 @@ def forward(
     rope = rope_table(cfg.rope, cfg.head_dim, positions)
     normed = norm_of(x, Norm(layers[0]["input_norm"], cfg.rms_norm_eps))
     followings = [*(layer["input_norm"] for layer in layers[1:]), params["final_norm"]]
-    stream, rows, records = [], [], []
+    stream: list[Array] = []
+    rows: list[Array] = []
+    records: list[Record] = []
     for layer, following, kind in zip(layers, followings, cfg.layer_types, strict=True):
         if kind == "linear_attention":
             mixed, record = delta_net(layer, cfg, len(records), normed, valid, view)

@@ -88,7 +88,7 @@ def fold_delta(
 
 
 def folded(state: Array, k: Array, u: Array, total: Array, last: Array) -> Array:
-    """state [B, G, s, K, V] behind rows k [B, G, t, K] and u [B, G, s, t, V]; total [B, G, s, t], its end [B, G, s, 1]."""
+    """state [B, G, s, K, V] behind rows k [B, G, t, K], u [B, G, s, t, V] and total [B, G, s, t], last [B, G, s, 1]."""
     return jnp.exp(last)[..., None] * state + product("bgtk,bgstv->bgskv", k, jnp.exp(last - total)[..., None] * u)
 
 
