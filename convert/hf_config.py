@@ -74,6 +74,19 @@ HYBRID_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 
+HYBRID_SIZES = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used as it stands; the message says all that is wrong with it."""
@@ -357,9 +370,7 @@ def hybrid_config(hf: Mapping[str, Any], vocab_rows: int | None) -> HybridConfig
         "rope": rope_config(hf, fields, partial=True),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
     }
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-    names += ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    given |= {name: fields.integer(name) for name in (*names, "linear_conv_kernel_dim")}
+    given |= {name: fields.integer(name) for name in HYBRID_SIZES}
     if mixture:
         # Qwen3.5 has no norm_topk_prob: its weights always sum to one.
         given["norm_topk_prob"] = family != "qwen3_next" or fields.flag("norm_topk_prob", True)
