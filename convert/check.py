@@ -21,7 +21,7 @@ Row = tuple[str, str, str, str, int]
 def hf_rows(opened: Opened) -> Iterator[Row]:
     """(file, tensor, becomes, shape and dtype, bytes) of a Hugging Face folder, skipped tensors included."""
     assert isinstance(opened.found, rules.Matched)
-    paths = {source.tensor.name: source.path for source in opened.found.sources.values()}
+    paths = {part.name: source.path for source in opened.found.sources.values() for part in source.tensor.parts}
     for tensor in open_shelf(opened.folder):
         fate = paths.get(tensor.name) or f"skipped: {opened.found.skipped[tensor.name] or 'a buffer'}"
         yield tensor.name, fate, str(tensor.shape), tensor.dtype.name, tensor.nbytes
