@@ -4,6 +4,7 @@ A transform only moves values, so that saving is exact; nearly all are views of 
 [out, in]; ours are [in, out] with heads apart.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.derived import Stored, dequantised, take
+from convert.derived import Stack, Stored, dequantised, take
 from convert.hf_config import CheckpointError
 from convert.tensors import DTYPES, Shelf, Tensor
 from dflash_jax.config import DrafterConfig, HybridConfig, TargetConfig
@@ -216,7 +217,7 @@ FULL_VOCABULARY_SKIPS = (
     Skip(r"lm_head\.weight", "a frozen copy of the target's head"),
     Skip(r"d2t", "the draft vocabulary is the whole one"),
 )
-WRAPPER = r"^model\.language_model\."
+WRAPPED = "model.language_model."  # where Qwen3.5's multimodal files have their text model
 # Other spellings of drafter names, tried in this order; each is met in the wild.
 ALIASES = (
     (r"^model\.", ""),
@@ -288,12 +289,19 @@ def skips_of(cfg: TargetConfig | DrafterConfig, speculators: bool) -> tuple[Skip
 def plain_name(name: str, cfg: TargetConfig | DrafterConfig) -> str:
     """A tensor's name without the prefixes that some exports and multimodal wrappers add."""
     if isinstance(cfg, HybridConfig):
-        return re.sub(WRAPPER, "model.", name)
+        return name.replace(WRAPPED, "model.", 1) if name.startswith(WRAPPED) else name
     if isinstance(cfg, TargetConfig):
         return name
     for pattern, replacement in ALIASES:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def wrapped(taken: Stored, cfg: TargetConfig | DrafterConfig) -> Stored:
+    """A stack under the name that its pieces have in the file, wrapper included."""
+    if isinstance(taken, Stack) and plain_name(taken.parts[0].name, cfg) != taken.parts[0].name:
+        return dataclasses.replace(taken, name=taken.name.replace("model.", WRAPPED, 1))
+    return taken
 
 
 def match(shelf: Shelf, cfg: TargetConfig | DrafterConfig, speculators: bool = False) -> Matched:
@@ -326,7 +334,7 @@ def match(shelf: Shelf, cfg: TargetConfig | DrafterConfig, speculators: bool = F
             continue
         if taken.dtype not in (IDS if path == "d2t" else FLOATS):
             faults.append(f"wrong dtype: {taken.name} is {taken.dtype}")
-        sources[path] = Source(path, taken, rule, leaf)
+        sources[path] = Source(path, wrapped(taken, cfg), rule, leaf)
     skipped: dict[str, str | None] = {}
     unknown = []
     for name, left in there.items():
