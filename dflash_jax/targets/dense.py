@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from dflash_jax.cache import Rows, View, attend
+from dflash_jax.cache import Delta, Rows, View, attend
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.layers import Norm, Normed, linear, linear_and_norm, logits_of, norm_of, rope_table, split_heads
 from dflash_jax.targets.hidden import Hidden
@@ -23,6 +23,11 @@ FeedForward = Callable[[Params, Any, Array, Normed, Norm, str], tuple[Array, Nor
 def cache_shape(cfg: TargetConfig | DrafterConfig) -> tuple[int, int, int]:
     """(layers, KV heads, head_dim) of the paged K/V."""
     return cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim
+
+
+def state_shape(cfg: TargetConfig) -> Delta:
+    """No layer is recurrent."""
+    return Delta()
 
 
 def embed(params: Params, cfg: TargetConfig, tokens: Array) -> Array:

@@ -42,6 +42,17 @@ OSS = {
     "rms_norm_eps": 1e-5,
     "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }
+EXPERTS = {**MOE, "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20}
+HYBRID = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MROPE = {"rope_parameters": {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SLIDE = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
 TARGETS = {
@@ -55,6 +66,13 @@ TARGETS = {
     "tiny_qwen3_moe": ("qwen3_moe", MOE, {"shards": 2}),
     "tiny_gpt_oss": ("gpt_oss", {**OSS, "intermediate_size": 24}, {}),
     "tiny_gpt_oss_mxfp4": ("gpt_oss", {**OSS, "intermediate_size": 32, "num_local_experts": 4}, {"mxfp4": True}),
+    "tiny_qwen3_5": ("qwen3_5", {**HYBRID, **MROPE, "linear_num_value_heads": 6, "tie_word_embeddings": True}, {}),
+    "tiny_qwen3_5_moe": ("qwen3_5_moe", {**HYBRID, **MROPE, **EXPERTS}, {"shards": 2}),
+    "tiny_qwen3_next": (
+        "qwen3_next",
+        {**HYBRID, **EXPERTS, "partial_rotary_factor": 0.5, "linear_value_head_dim": 12},
+        {},
+    ),
     # Not committed: other corners of the same families.
     "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}, {"dtype": "F32"}),
     "llama_mha_linear": (
@@ -105,6 +123,7 @@ DRAFTERS = {
         | {"non_causal": True},
     ),
 }
+HYBRIDS, WRAPPED = ("qwen3_5", "qwen3_next"), ("qwen3_5", "qwen3_5_moe")
 EOS, KEEP, NEW, LEAST_MARGIN = 2, (5, 1, 8, 3), 40, 2e-3
 
 
@@ -121,7 +140,8 @@ def random_weights(model, generator):
         if weight.ndim == 3:  # stacked experts: [E, out, in], of gpt-oss [E, in, out]
             weight.data = noise * (1.5 / weight.shape[1 if family == "gpt_oss" else 2] ** 0.5)
         elif weight.ndim == 1 or name.endswith("_bias"):
-            weight.data = 1 + 0.2 * noise if "norm" in name else 0.5 * noise
+            centred = family.startswith(HYBRIDS) and "linear_attn.norm" not in name
+            weight.data = (0 if centred else 1) + 0.2 * noise if "norm" in name else 0.5 * noise
         elif "embed" in name or "lm_head" in name:
             weight.data = noise * (4 / dim**0.5)
         else:
@@ -141,14 +161,19 @@ def mxfp4(weight):
 
 
 def on_disk(tensors, family, quantise):
-    """Experts as released files hold them: Qwen3-MoE's one by one, gpt-oss' in MXFP4."""
+    """Tensors as released files hold them: experts of Qwen3-MoE and Qwen3-Next one by one, gpt-oss' in MXFP4; Qwen3.5
+    in a multimodal wrapper, with a piece of the vision tower and of the MTP head."""
     out = {}
+    if family in WRAPPED:
+        out = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+        extra = {"model.visual.patch_embed.proj.bias": 16, "model.visual.pos_embed.weight": 24, "mtp.norm.weight": 32}
+        return out | {name: torch.ones(size) for name, size in extra.items()}
     for name, tensor in tensors.items():
         base = name.rpartition(".")[0]
-        if family == "qwen3_moe" and name.endswith("gate_up_proj"):
+        if family in ("qwen3_moe", "qwen3_next") and name.endswith("experts.gate_up_proj"):
             for e, expert in enumerate(tensor):
                 out[f"{base}.{e}.gate_proj.weight"], out[f"{base}.{e}.up_proj.weight"] = expert.chunk(2)
-        elif family == "qwen3_moe" and name.endswith("experts.down_proj"):
+        elif family in ("qwen3_moe", "qwen3_next") and name.endswith("experts.down_proj"):
             out |= {f"{base}.{e}.down_proj.weight": expert for e, expert in enumerate(tensor)}
         elif quantise and tensor.ndim == 3:
             out[f"{name}_blocks"], out[f"{name}_scales"], _ = mxfp4(tensor)
@@ -217,7 +242,9 @@ def make_target(root, name, seed):
     fields = {**BASE, **options}
     if family == "qwen2":  # transformers' Qwen2 has no head_dim of its own
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
-    config = AutoConfig.for_model(family, **fields)
+    if "rope_parameters" in fields:
+        del fields["rope_theta"]
+    config = AutoConfig.for_model(f"{family}_text" if family in WRAPPED else family, **fields)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).float().eval()
     random_weights(model, generator)
@@ -251,6 +278,9 @@ def make_target(root, name, seed):
     place = folder / "checkpoint"
     place.mkdir(parents=True, exist_ok=True)
     hf = {"architectures": [type(model).__name__], "model_type": family, **fields, "eos_token_id": stop[0]}
+    if family in WRAPPED:
+        tied = fields["tie_word_embeddings"]
+        hf = {"model_type": family, "tie_word_embeddings": tied, "text_config": {**hf, "model_type": f"{family}_text"}}
     if extra.get("mxfp4"):
         hf["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     if extra.get("pad"):  # rows that would win every argmax, were they ids
