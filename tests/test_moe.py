@@ -1,6 +1,7 @@
 """The mixture of experts against a loop over tokens and experts in float64."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import float64
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.targets import moe
+from dflash_jax.targets import gpt_oss, moe
 
 DIM, WIDTH, SHARED = 24, 20, 28
 
@@ -102,3 +103,27 @@ def test_the_router_is_float32_whatever_the_model_is():
     layer = {"router": jnp.array([[1.0, 1.0], [0.0, 1.0]], jnp.bfloat16)}
     logits = moe.router_logits(layer, jnp.array([[256.0, 1.0]], jnp.bfloat16))
     assert logits.tolist() == [[256.0, 257.0]]
+
+
+def test_gpt_oss_experts_are_a_loop_with_clamps_and_biases():
+    """Activations on both sides of the limit; the weight of an expert multiplies its bias too."""
+    layer, random, x = random_layer(6, shared=False), np.random.default_rng(5), rows(9)
+    layer |= {"router_bias": random.normal(size=6).astype(np.float32)}
+    layer |= {"expert_gate_up_bias": random.normal(size=(6, 2, WIDTH)).astype(np.float32)}
+    layer |= {"expert_down_bias": random.normal(size=(6, DIM)).astype(np.float32)}
+    wide = {name: value.astype(np.float64) for name, value in layer.items()}
+    limit, expected, clamped = 1.5, np.zeros(x.shape), [0, 0, 0]
+    for i, row in enumerate(x.astype(np.float64)):
+        logits = row @ wide["router"] + wide["router_bias"]
+        best = np.argsort(-logits)[:2]
+        scores = np.exp(logits[best])
+        for e, weight in zip(best, scores / scores.sum(), strict=True):
+            gate, up = (row @ wide["expert_gate_up"][e, :, j] + wide["expert_gate_up_bias"][e, j] for j in (0, 1))
+            clamped = [n + int(c.sum()) for n, c in zip(clamped, (gate > limit, up > limit, up < -limit), strict=True)]
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            expected[i] += weight * (inner @ wide["expert_down"][e] + wide["expert_down_bias"][e])
+    assert min(clamped) > 0
+    weights, ids = gpt_oss.route(moe.router_logits(layer, x), 2)
+    ours = moe.mixture(layer, jnp.asarray(x), weights, ids, partial(gpt_oss.clamped_swiglu, limit=limit))
+    np.testing.assert_allclose(ours, expected, atol=2e-5)

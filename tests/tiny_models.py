@@ -1,12 +1,12 @@
 """A tiny model pair for tests: sliding and full layers in both, rows of padding in the tables, taps out of order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dflash_jax import DrafterConfig, Model, ModelParams, RopeConfig, TargetConfig, pair
+from dflash_jax import DrafterConfig, GptOssConfig, Model, ModelParams, MoeConfig, RopeConfig, TargetConfig, pair
 from dflash_jax.params import Params, init, pack
 
 
@@ -45,6 +45,11 @@ TARGET = TargetConfig(
     layer_types=("full_attention", "sliding_attention", "full_attention"),
     sliding_window=9,
 )
+DENSE = {field.name: getattr(TARGET, field.name) for field in fields(TARGET)}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MIXTURE = MoeConfig(**{**DENSE, "model_type": "qwen3_moe"}, **EXPERTS, shared_expert_intermediate_size=0)
+BIASED = {"qkv_bias": True, "o_bias": True, "qk_norm": False, "model_type": "gpt_oss"}
+GPT_OSS = GptOssConfig(**{**DENSE, **BIASED}, **EXPERTS, shared_expert_intermediate_size=0, swiglu_limit=0.5)
 DRAFTER = DrafterConfig(
     vocab_size=90,
     draft_vocab_size=90,
@@ -74,6 +79,15 @@ def target_params(cfg: TargetConfig, mesh: Mesh) -> Params:
     params = init(cfg, jax.random.key(0), jnp.float32, mesh)
     params["head"] = params["head"].at[cfg.vocab_size :].set(4.0)
     return params
+
+
+def tiny_target(cfg: TargetConfig, mesh: Mesh) -> Pair:
+    """A random target without a drafter; its biases are not zero."""
+    params = target_params(cfg, mesh)
+    for i, layer in enumerate(params["layers"]):
+        for name in sorted(name for name in layer if name.endswith("bias")):
+            layer[name] = jax.random.normal(jax.random.key(i), layer[name].shape) * 0.3
+    return Pair(ModelParams(pack(params, cfg, mesh)), Model(cfg, None, "reference"), mesh)
 
 
 def tiny_pair(mesh: Mesh, drafter: DrafterConfig = DRAFTER) -> Pair:
