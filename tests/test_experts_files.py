@@ -322,7 +322,7 @@ def test_a_mixture_split_over_devices_is_the_same_model(tmp_path, kind, tokens):
         loaded = load(folder, mesh=mesh)
         packed = pack(loaded.target_params, loaded.target, mesh)
         logits.append(np.asarray(full_pass(packed, loaded.target, ids)[1]))
-        for name, value in flatten(unpack(packed)).items():
+        for name, value in flatten(unpack(packed, loaded.target)).items():
             np.testing.assert_array_equal(value, flatten(loaded.target_params)[name])
     assert "model" in packed["layers"][0]["expert_down"].sharding.spec
     np.testing.assert_allclose(*logits, atol=2e-4 * np.abs(logits[0]).max())
