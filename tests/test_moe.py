@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import GPT_OSS
+from tiny_models import GPT_OSS, MIXTURE
 
 from dflash_jax.layers import rms_norm
-from dflash_jax.params import flatten, init, pack, unpack
+from dflash_jax.params import expert_leaves, flatten, init, pack, unpack
+from dflash_jax.sharding import make_mesh, sharding_of
 from dflash_jax.targets import gpt_oss, moe
 
 DIM, WIDTH, SHARED = 24, 20, 28
@@ -149,3 +150,18 @@ def test_norms_of_gpt_oss_multiply_before_the_cast(mesh):
     back = unpack(packed, GPT_OSS)
     for name, leaf in flatten(plain).items():
         np.testing.assert_array_equal(np.asarray(flatten(back)[name]), np.asarray(leaf), err_msg=name)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_a_split_over_devices_moves_no_weights(tokens):
+    """Each device multiplies its slice of every expert; the sums of the slices are all that travels."""
+    mesh, cfg = make_mesh(2), Router(3, True)
+    axes = {name: leaf.axes for name, leaf in expert_leaves(MIXTURE, bias=False).items()}
+    layer = {n: jax.device_put(w, sharding_of(axes[n], w.shape, mesh)) for n, w in random_layer(6, False).items()}
+    x = jax.device_put(rows(tokens)[None], sharding_of(("rows", "slots", "embed"), (1, tokens, DIM), mesh))
+    step = jax.jit(moe.experts, static_argnums=1, out_shardings=x.sharding)
+    text = step.lower(layer, cfg, x).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    np.testing.assert_allclose(step(layer, cfg, x)[0], by_loop(random_layer(6, False), cfg, rows(tokens)), atol=2e-5)

@@ -26,6 +26,8 @@ __all__ = ["cache_shape", "embed", "experts", "forward", "head", "state_shape"]
 
 # At most so many (token, expert) pairs are gathered. Above it, pairs share experts and sorting reads fewer bytes.
 GATHERED_PAIRS = 64
+# [pairs, C] x [E, C, ..] -> [pairs, ..]. Gate and up stay apart: folded into one axis, XLA gathers a split of it first.
+BY_EXPERT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 
 
 class Routed(Protocol):
@@ -107,19 +109,22 @@ def gathered(layer: Params, x: Array, ids: Array, activation: Activation) -> Arr
 
 def grouped(layer: Params, x: Array, ids: Array, activation: Activation) -> Array:
     """The same, over pairs sorted by expert."""
-    count, dim, _, width = layer["expert_gate_up"].shape
-    flat = ids.reshape(-1)
+    flat, count = ids.reshape(-1), layer["expert_down"].shape[0]
     order = jnp.argsort(flat)
     expert, sizes = flat[order], jnp.bincount(flat, length=count)
-    product = partial(lax.ragged_dot, group_sizes=sizes, precision=exact(x.dtype))
-    wide = product(x[order // ids.shape[1]], layer["expert_gate_up"].reshape(count, dim, 2 * width))
-    wide = wide.reshape(-1, 2, width)
+    product = partial(
+        lax.ragged_dot_general,
+        group_sizes=sizes,
+        ragged_dot_dimension_numbers=BY_EXPERT,
+        precision=exact(x.dtype),
+    )
+    wide = product(x[order // ids.shape[1]], layer["expert_gate_up"])
     if "expert_gate_up_bias" in layer:
         wide = wide + layer["expert_gate_up_bias"][expert]
     out = product(activation(wide[:, 0], wide[:, 1]), layer["expert_down"])
     if "expert_down_bias" in layer:
         out = out + layer["expert_down_bias"][expert]
-    return out[jnp.argsort(order)].reshape(*ids.shape, dim)
+    return out[jnp.argsort(order)].reshape(*ids.shape, -1)
 
 
 def shared_expert(layer: Params, x: Array, kernels: str) -> Array:
