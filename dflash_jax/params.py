@@ -244,7 +244,7 @@ def init(cfg: TargetConfig | DrafterConfig, key: Array, dtype: jnp.dtype, mesh: 
     made = {}
     for key, (name, spec) in zip(keys, flat.items(), strict=True):
         kind = name.split(".")[-1]
-        if isinstance(cfg, HybridConfig) and kind in ZERO_CENTRED:
+        if isinstance(cfg, HybridConfig) and kind in NORMS:
             made[name] = random_leaf("bias", spec, 1, key)
             continue
         made[name] = random_leaf(kind, spec, fan_in(kind, spec.shape, cfg.hidden_size), key)
@@ -314,15 +314,19 @@ def unpack_layer(packed: Params, declared: Mapping[str, Leaf]) -> Params:
     return layer
 
 
-def centred(params: Params) -> Params:
-    """Zero-centred norms as they run, 1 + w in float32; w itself stays beside it, for export."""
-    norms = {name: params[name] for name in ZERO_CENTRED if name in params}
-    ones = {name: 1.0 + w.astype(jnp.float32) for name, w in norms.items()}
-    return {**params, **ones, **{f"{name}{AS_STORED}": w for name, w in norms.items()}}
+def norms_as_run(params: Params, cfg: TargetConfig | DrafterConfig) -> Params:
+    """Norms that multiply in float32 as they run, w of gpt-oss and 1 + w of hybrids; w itself stays beside it, for
+    export. Other families' norms multiply in the model's dtype."""
+    if not isinstance(cfg, HybridConfig | GptOssConfig):
+        return params
+    norms = {name: params[name] for name in NORMS if name in params}
+    centre = 1.0 if isinstance(cfg, HybridConfig) else 0.0
+    wide = {name: centre + w.astype(jnp.float32) for name, w in norms.items()}
+    return {**params, **wide, **{f"{name}{AS_STORED}": w for name, w in norms.items()}}
 
 
 def as_stored(params: Params) -> Params:
-    """The inverse of ``centred``."""
+    """The inverse of ``norms_as_run``."""
     stored = {name.removesuffix(AS_STORED): w for name, w in params.items() if name.endswith(AS_STORED)}
     return {**{name: w for name, w in params.items() if not name.endswith(AS_STORED)}, **stored}
 
@@ -334,7 +338,7 @@ FROM_STREAM = ("embed", "head", "q", "k", "v", "expert_gate_up", "shared_gate_up
 PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias", *DELTA)
 FUSED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias", "delta_in")
 FLOAT32 = ("a_log", "delta_norm")
-ZERO_CENTRED = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")  # of a hybrid
+NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")  # of the decoder; zero-centred in a hybrid
 AS_STORED = "_as_stored"
 CONTEXT = ("context_kv", "context_kv_bias", "context_k_norm")
 # Logical axes of the arrays that only the packed layout has.
@@ -347,7 +351,7 @@ PACKED_AXES = {
     "context_kv_bias": ("layers", "kv", "kv_heads", "head"),
     "context_k_norm": ("layers", "head"),
     "delta_in": ("embed", "key_heads", "head"),
-    **{f"{name}{AS_STORED}": ("head" if name in ("q_norm", "k_norm") else "embed",) for name in ZERO_CENTRED},
+    **{f"{name}{AS_STORED}": ("head" if name in ("q_norm", "k_norm") else "embed",) for name in NORMS},
 }
 
 
@@ -377,12 +381,11 @@ def pack(params: Params, cfg: TargetConfig | DrafterConfig, mesh: Mesh, consume:
     packed = {name: leaf for name, leaf in params.items() if name != "layers"}
     if isinstance(cfg, DrafterConfig):
         packed |= context_projection(params["layers"])
-    hybrid = isinstance(cfg, HybridConfig)
-    packed = map_named(placed, centred(packed) if hybrid else packed)
+    packed = map_named(placed, norms_as_run(packed, cfg))
     packed["layers"] = []
     for i, layer in enumerate(params["layers"]):
         fused = pack_layer(layer, cfg.num_key_value_heads)
-        packed["layers"].append(map_named(placed, centred(fused) if hybrid else fused, f"layers.{i}"))
+        packed["layers"].append(map_named(placed, norms_as_run(fused, cfg), f"layers.{i}"))
         for name in set(PLAIN) & set(layer) if consume else ():
             layer[name].delete()
     return packed

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import MIXTURE
+from tiny_models import GPT_OSS, MIXTURE
 
-from dflash_jax.params import expert_leaves
+from dflash_jax.layers import rms_norm
+from dflash_jax.params import expert_leaves, flatten, init, pack, unpack
 from dflash_jax.sharding import make_mesh, sharding_of
 from dflash_jax.targets import gpt_oss, moe
 
@@ -130,6 +131,25 @@ def test_gpt_oss_experts_are_a_loop_with_clamps_and_biases():
     weights, ids = gpt_oss.route(moe.router_logits(layer, x), 2)
     ours = moe.mixture(layer, jnp.asarray(x), weights, ids, partial(gpt_oss.clamped_swiglu, limit=limit))
     np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_norms_of_gpt_oss_multiply_before_the_cast(mesh):
+    """In bfloat16 the order of the cast shows; weights come back from the packed layout as they were."""
+    random = np.random.default_rng(0)
+    plain = init(GPT_OSS, jax.random.key(0), jnp.bfloat16, mesh)
+    plain["final_norm"] = jnp.asarray(random.normal(size=32), jnp.bfloat16)
+    packed = pack(plain, GPT_OSS, mesh)
+    x = jnp.asarray(random.normal(size=(200, 32)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * np.asarray(plain["final_norm"], np.float64)
+    ours = rms_norm(x, packed["final_norm"], 1e-5)
+    assert ours.dtype == jnp.bfloat16
+    once = np.asarray(jnp.asarray(exact, jnp.bfloat16))
+    assert (np.asarray(ours) == once).mean() > 0.999
+    assert (np.asarray(rms_norm(x, plain["final_norm"], 1e-5)) == once).mean() < 0.9  # the other order rounds twice
+    back = unpack(packed, GPT_OSS)
+    for name, leaf in flatten(plain).items():
+        np.testing.assert_array_equal(np.asarray(flatten(back)[name]), np.asarray(leaf), err_msg=name)
 
 
 @pytest.mark.devices(2)
