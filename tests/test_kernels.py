@@ -31,6 +31,8 @@ class Case:
     window: int | None = None
     valid: tuple[int, ...] | None = None
     dtype: str = "float32"
+    queries: int | None = None  # the last ones of the block (None: all)
+    since: int = 0
 
 
 CASES = [
@@ -49,6 +51,10 @@ CASES = [
     Case(16, (33, 80), causal="tree", page=64, valid=(16, 9)),
     Case(16, (33, 80), dtype="bfloat16", share=8, kv_heads=1),
     Case(32, (0, 64), page=16, valid=(32, 20)),
+    Case(5, (0, 1, 34), queries=1, since=1),
+    Case(7, (0, 20, 1), since=1, page=8, valid=(7, 3, 1)),
+    Case(6, (12, 2), queries=2, since=1, window=5, head_dim=80, page=8, share=3),
+    Case(4, (40, 3), queries=1, since=1, dtype="bfloat16", share=8, kv_heads=1),
 ]
 
 
@@ -63,6 +69,7 @@ def pools(case: Case, rng: np.random.Generator) -> tuple[list[NDArray], NDArray,
         at = np.arange(length)
         slots = table[row, at // case.page] * case.page + at % case.page
         values = rng.normal(size=(2, length, case.kv_heads, case.head_dim)).astype(case.dtype)
+        values[:, : case.since] = np.nan  # nobody sees these
         for part, value in zip(pool, values, strict=True):
             part[slots] = value
         kept.append(values.astype(np.float64))
@@ -77,10 +84,12 @@ def test_block_attention(case: Case, implementation: str) -> None:
     pool, table, kept = pools(case, rng)
     rows, heads = len(case.lengths), case.kv_heads * case.share
     lengths, valid = np.array(case.lengths, np.int32), np.array(case.valid or (case.block,) * rows, np.int32)
+    skipped = case.block - (case.queries or case.block)
     q = rng.normal(size=(rows, case.block, heads, case.head_dim)).astype(case.dtype)
     kv = rng.normal(size=(rows, case.block, 2, case.kv_heads, case.head_dim)).astype(case.dtype)
     for row in range(rows):  # rows that do not exist may hold anything
         kv[row, valid[row] :] = np.nan
+        kv[row, : max(case.since - lengths[row], 0)] = np.nan  # and so may rows that nobody sees
     parents = [-1, 0, 0, 1, 1, 2, 3, 5, 5, 7, 8, 9, 9, 11, 12, 14][: case.block]
     tree = tree_mask(parents)
     depth = tree.sum(axis=1) - 1 if case.causal == "tree" else np.arange(case.block)
@@ -89,12 +98,12 @@ def test_block_attention(case: Case, implementation: str) -> None:
     rule = jnp.asarray(tree) if case.causal == "tree" else bool(case.causal)
     call = jax.jit(
         lambda *args: block_attention(
-            *args, page=case.page, causal=rule, window=case.window, implementation=implementation
+            *args, page=case.page, causal=rule, window=case.window, since=case.since, implementation=implementation
         )
     )
-    out = call(q, kv, *pool, table, lengths, valid, positions)
+    out = call(q[:, skipped:], kv, *pool, table, lengths, valid, positions)
     assert out.dtype == jnp.dtype(case.dtype)
-    assert out.shape == q.shape
+    assert out.shape == q[:, skipped:].shape
     for row in range(rows):
         n, s, size = valid[row], positions[row][: valid[row], None], lengths[row]
         key_positions = np.concatenate([np.arange(size), positions[row, :n]])[None]
@@ -102,11 +111,12 @@ def test_block_attention(case: Case, implementation: str) -> None:
         visible = np.concatenate([np.ones((n, size), bool), inside], axis=1)
         if case.window is not None:
             visible &= key_positions > s - case.window
+        visible &= key_positions >= case.since
         keys = np.concatenate([kept[row][0], kv[row, :n, 0].astype(np.float64)])
         values = np.concatenate([kept[row][1], kv[row, :n, 1].astype(np.float64)])
         exact = float64.attention(q[row, :n].astype(np.float64), keys, values, visible)
         bound = 2e-5 if case.dtype == "float32" else 2e-2
-        np.testing.assert_allclose(np.asarray(out[row, :n], np.float64), exact, atol=bound)
+        np.testing.assert_allclose(np.asarray(out[row, : n - skipped], np.float64), exact[skipped:], atol=bound)
 
 
 def tree_mask(parents: list[int]) -> NDArray[np.bool_]:
