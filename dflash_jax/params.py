@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import AnyDrafterConfig, DrafterConfig, Eagle3Config, MTPConfig, TargetConfig
 from dflash_jax.sharding import sharding_of
 
 Params = dict[str, Any]
+AnyConfig = TargetConfig | AnyDrafterConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Leaf:
             raise ValueError(f"{len(self.shape)} dimensions {self.shape} with {len(self.axes)} axes {self.axes}")
 
 
-def attention_leaves(cfg: TargetConfig | DrafterConfig, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> Params:
+def attention_leaves(cfg: AnyConfig, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> Params:
     """q [D, N, H], k and v [D, G, H], o [N, H, D]; biases and head norms where the model has them."""
     dim, heads, kv_heads, head = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     leaves: Params = {
@@ -55,7 +56,7 @@ def attention_leaves(cfg: TargetConfig | DrafterConfig, qkv_bias: bool, o_bias: 
     return leaves
 
 
-def mlp_leaves(cfg: TargetConfig | DrafterConfig, bias: bool) -> Params:
+def mlp_leaves(cfg: AnyConfig, bias: bool) -> Params:
     """gate and up [D, F], down [F, D]."""
     dim, width = cfg.hidden_size, cfg.intermediate_size
     leaves: Params = {
@@ -70,7 +71,7 @@ def mlp_leaves(cfg: TargetConfig | DrafterConfig, bias: bool) -> Params:
     return leaves
 
 
-def norm_leaves(cfg: TargetConfig | DrafterConfig) -> Params:
+def norm_leaves(cfg: AnyConfig) -> Params:
     """The two norms of a decoder layer [D]."""
     return {name: Leaf((cfg.hidden_size,), ("embed",)) for name in ("input_norm", "post_norm")}
 
@@ -115,9 +116,65 @@ def drafter_leaves(cfg: DrafterConfig) -> Params:
     return leaves
 
 
-def leaves_of(cfg: TargetConfig | DrafterConfig) -> Params:
-    """The declaration of either kind of model."""
-    return target_leaves(cfg) if isinstance(cfg, TargetConfig) else drafter_leaves(cfg)
+def eagle3_leaves(cfg: Eagle3Config) -> Params:
+    """The declaration of an EAGLE-3 drafter. fc is [K * Dt, D], the first layer's q, k and v are [2D, ..]; embed [V, D]
+    and head [Vd, D] where the files bring them, d2t [Vd] as in ``drafter_leaves``."""
+    dim = cfg.hidden_size
+    layer = {
+        **norm_leaves(cfg),
+        **attention_leaves(cfg, cfg.attention_bias, cfg.attention_bias, cfg.qk_norm),
+        **mlp_leaves(cfg, cfg.mlp_bias),
+    }
+    wide = {name: Leaf((2 * dim, *layer[name].shape[1:]), layer[name].axes) for name in "qkv"}
+    first = {**layer, **wide, "hidden_norm": Leaf((dim,), ("embed",))}
+    leaves: Params = {
+        "fc": Leaf((cfg.taps * cfg.target_hidden_size, dim), ("taps", "embed")),
+        "final_norm": Leaf((dim,), ("embed",)),
+        "layers": [first, *(dict(layer) for _ in range(cfg.num_hidden_layers - 1))],
+    }
+    if cfg.norm_before_fc:
+        leaves["taps_norm"] = Leaf((cfg.taps * cfg.target_hidden_size,), ("taps",))
+    if cfg.fc_norm:
+        leaves |= {f"tap{i}_norm": Leaf((cfg.target_hidden_size,), ("embed",)) for i in range(cfg.taps)}
+    if cfg.own_embedding:
+        leaves["embed"] = Leaf((cfg.vocab_size, dim), ("vocab", "embed"))
+    if cfg.own_head:
+        leaves["head"] = Leaf((cfg.draft_vocab_size, dim), ("vocab", "embed"))
+    if cfg.draft_vocab_size < cfg.vocab_size:
+        leaves["d2t"] = Leaf((cfg.draft_vocab_size,), ("vocab",))
+    return leaves
+
+
+def mtp_leaves(cfg: MTPConfig) -> Params:
+    """The declaration of a multi-token-prediction head. fc is [2D, D], embedding first; q [D, N, 2H] holds each head's
+    query, then its gate. All norms are stored as their difference from one."""
+    dim = cfg.hidden_size
+    layer = {
+        **norm_leaves(cfg),
+        **attention_leaves(cfg, qkv_bias=False, o_bias=False, qk_norm=True),
+        **mlp_leaves(cfg, bias=False),
+    }
+    layer["q"] = Leaf((dim, cfg.num_attention_heads, 2 * cfg.head_dim), ("embed", "heads", "head"))
+    return {
+        "fc": Leaf((2 * dim, dim), ("taps", "embed")),
+        "embedding_norm": Leaf((dim,), ("embed",)),
+        "hidden_norm": Leaf((dim,), ("embed",)),
+        "final_norm": Leaf((dim,), ("embed",)),
+        "layers": [layer],
+    }
+
+
+DECLARATIONS: dict[type, Callable[[Any], Params]] = {
+    TargetConfig: target_leaves,
+    DrafterConfig: drafter_leaves,
+    Eagle3Config: eagle3_leaves,
+    MTPConfig: mtp_leaves,
+}
+
+
+def leaves_of(cfg: AnyConfig) -> Params:
+    """The declaration of any kind of model."""
+    return DECLARATIONS[type(cfg)](cfg)
 
 
 def map_named(function: Callable[[str, Any], Any], tree: Any, prefix: str = "") -> Any:
@@ -137,7 +194,7 @@ def flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def unflatten(flat: Mapping[str, Any], cfg: TargetConfig | DrafterConfig) -> Params:
+def unflatten(flat: Mapping[str, Any], cfg: AnyConfig) -> Params:
     """The inverse of ``flatten`` for the declaration of ``cfg``. Raises ValueError listing all missing or unknown
     names.
     """
@@ -155,7 +212,7 @@ def dtype_of(name: str, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.int32) if name.split(".")[-1] == "d2t" else jnp.dtype(dtype)
 
 
-def abstract(cfg: TargetConfig | DrafterConfig, dtype: jnp.dtype, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract(cfg: AnyConfig, dtype: jnp.dtype, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Flat {path: ShapeDtypeStruct with its sharding}: what a restore or an init fills."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, dtype), sharding=sharding_of(leaf.axes, leaf.shape, mesh))
@@ -163,7 +220,7 @@ def abstract(cfg: TargetConfig | DrafterConfig, dtype: jnp.dtype, mesh: Mesh) ->
     }
 
 
-def init(cfg: TargetConfig | DrafterConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
+def init(cfg: AnyConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """Random parameters on the mesh: norms one, biases zero, matrices normal with variance 1 / fan-in."""
     flat = abstract(cfg, dtype, mesh)
     if "d2t" in flat:
@@ -173,7 +230,8 @@ def init(cfg: TargetConfig | DrafterConfig, key: Array, dtype: jnp.dtype, mesh: 
     made = {}
     for key, (name, spec) in zip(keys, flat.items(), strict=True):
         kind = name.split(".")[-1]
-        fan_in = cfg.hidden_size if kind in ("embed", "head", "q", "k", "v") else math.prod(spec.shape[:-1])
+        fan_in = cfg.hidden_size if kind in ("embed", "head") else math.prod(spec.shape[:-1])
+        fan_in = spec.shape[0] if kind in ("q", "k", "v") else fan_in
         made[name] = random_leaf(kind, spec, fan_in, key)
     return unflatten(made, cfg)
 
@@ -200,6 +258,10 @@ def fuse_qkv(layer: Params, kv_heads: int, suffix: str = "") -> Array:
 def pack_layer(layer: Params, kv_heads: int) -> Params:
     """The runtime layout of one decoder layer."""
     packed = {k: v for k, v in layer.items() if k not in PLAIN}
+    head = layer["k"].shape[-1]
+    if layer["q"].shape[-1] == 2 * head:  # each head's query, then its gate
+        packed["q_gate"] = layer["q"][..., head:]
+        layer = {**layer, "q": layer["q"][..., :head]}
     packed["qkv"] = fuse_qkv(layer, kv_heads)
     packed["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=1)
     if "q_bias" in layer:
@@ -217,6 +279,8 @@ def unpack_layer(packed: Params) -> Params:
             group = packed[fused]
             layer[f"q{suffix}"] = group[..., :-2, :].reshape(*group.shape[:-3], -1, group.shape[-1])
             layer[f"k{suffix}"], layer[f"v{suffix}"] = group[..., -2, :], group[..., -1, :]
+    if "q_gate" in packed:
+        layer["q"] = jnp.concatenate([layer["q"], packed["q_gate"]], axis=-1)
     layer["gate"], layer["up"] = packed["gate_up"][:, 0], packed["gate_up"][:, 1]
     if "gate_up_bias" in packed:
         layer["gate_bias"], layer["up_bias"] = packed["gate_up_bias"]
@@ -224,12 +288,13 @@ def unpack_layer(packed: Params) -> Params:
 
 
 PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias")
-FUSED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
+FUSED = ("qkv", "qkv_bias", "q_gate", "gate_up", "gate_up_bias")
 CONTEXT = ("context_kv", "context_kv_bias", "context_k_norm")
 # Logical axes of the arrays that only the packed layout has.
 PACKED_AXES = {
     "qkv": ("embed", "kv_heads", "heads_of_group", "head"),
     "qkv_bias": ("kv_heads", "heads_of_group", "head"),
+    "q_gate": ("embed", "heads", "head"),
     "gate_up": ("embed", "kv", "mlp"),
     "gate_up_bias": ("kv", "mlp"),
     "context_kv": ("embed", "layers", "kv", "kv_heads", "head"),
@@ -249,7 +314,7 @@ def context_projection(layers: list[Params]) -> Params:
     return stacked
 
 
-def pack(params: Params, cfg: TargetConfig | DrafterConfig, mesh: Mesh, consume: bool = False) -> Params:
+def pack(params: Params, cfg: AnyConfig, mesh: Mesh, consume: bool = False) -> Params:
     """Plain parameters -> the fused layout that the forward passes read, placed on ``mesh``.
 
     ``consume`` deletes the plain arrays of a layer once they are fused, so that memory holds the model and one layer

@@ -113,7 +113,7 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of both models' pages."""
-        return bytes_of((self.state.target, self.state.drafter))
+        return bytes_of((self.state.target, self.state.drafter, self.state.carry_pages))
 
     # --- compilation
 
@@ -239,7 +239,7 @@ class Runner:
 def bytes_of_page(model: Model, dtype: Any, page_size: int, mesh: Mesh) -> int:
     """Bytes on each device of one page of both models' K/V."""
     state = new_state(model, 1, 1, page_size, dtype, mesh)
-    leaves = jax.tree.leaves((state.target, state.drafter))
+    leaves = jax.tree.leaves((state.target, state.drafter, state.carry_pages))
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
