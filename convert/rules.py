@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from convert.hf_config import CheckpointError
 from convert.tensors import DTYPES, Shelf, Tensor
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import AnyDrafterConfig, DrafterConfig, Eagle3Config, MTPConfig, TargetConfig
 from dflash_jax.params import Leaf, flatten, leaves_of
 
 Shape = tuple[int, ...]
@@ -104,7 +104,32 @@ DFLASH = (
     Rule("d2t", "d2t", SAME),
     *layer_rules(""),
 )
-TABLES: Mapping[str, tuple[Rule, ...]] = {"llama": DENSE, "qwen2": DENSE, "qwen3": DENSE, "dflash": DFLASH}
+EAGLE3 = (
+    Rule("fc.weight", "fc", MATRIX),
+    Rule("input_norm.weight", "taps_norm", SAME),
+    *(Rule(f"fc_norm.{i}.weight", f"tap{i}_norm", SAME) for i in range(16)),
+    Rule("layers.{}.hidden_norm.weight", "layers.{}.hidden_norm", SAME),
+    Rule("norm.weight", "final_norm", SAME),
+    Rule("embed_tokens.weight", "embed", SAME),
+    Rule("lm_head.weight", "head", SAME),
+    Rule("d2t", "d2t", SAME),
+    *layer_rules(""),
+)
+MTP = (
+    Rule("mtp.fc.weight", "fc", MATRIX),
+    Rule("mtp.pre_fc_norm_embedding.weight", "embedding_norm", SAME),
+    Rule("mtp.pre_fc_norm_hidden.weight", "hidden_norm", SAME),
+    Rule("mtp.norm.weight", "final_norm", SAME),
+    *layer_rules("mtp."),
+)
+TABLES: Mapping[str, tuple[Rule, ...]] = {
+    "llama": DENSE,
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+    "dflash": DFLASH,
+    "eagle3": EAGLE3,
+    "mtp": MTP,
+}
 
 BUFFERS = Skip(r"(.*\.)?rotary_emb\.inv_freq", None)
 TIED_HEAD = Skip(r"lm_head\.weight", "the head is tied to the embedding (tie_word_embeddings), as the config says")
@@ -114,10 +139,9 @@ DRAFTER_SKIPS = (
     Skip(r"t2d", "follows from d2t"),
     Skip(r"verifier_.*", "belongs to training"),
 )
-FULL_VOCABULARY_SKIPS = (
-    Skip(r"lm_head\.weight", "a frozen copy of the target's head"),
-    Skip(r"d2t", "the draft vocabulary is the whole one"),
-)
+WHOLE = Skip(r"d2t", "the draft vocabulary is the whole one")
+FULL_VOCABULARY_SKIPS = (Skip(r"lm_head\.weight", "a frozen copy of the target's head"), WHOLE)
+EAGLE3_SKIPS = (BUFFERS, Skip(r"t2d", "follows from d2t"), Skip(r"verifier_.*", "belongs to training"))
 # Other spellings of drafter names, tried in this order; each is met in the wild.
 ALIASES = (
     (r"^model\.", ""),
@@ -161,9 +185,9 @@ class Matched:
     skipped: dict[str, str | None]
 
 
-def rules_of(cfg: TargetConfig | DrafterConfig) -> dict[str, tuple[Rule, str, Leaf]]:
+def rules_of(cfg: TargetConfig | AnyDrafterConfig) -> dict[str, tuple[Rule, str, Leaf]]:
     """{parameter path: (rule, Hugging Face name, leaf)} of a model, in the order of its declaration."""
-    table = TABLES[cfg.model_type if isinstance(cfg, TargetConfig) else "dflash"]
+    table = TABLES[cfg.model_type if isinstance(cfg, TargetConfig) else cfg.method]
     by_path = {rule.path: rule for rule in table}
     found = {}
     for path, leaf in flatten(leaves_of(cfg)).items():
@@ -174,16 +198,20 @@ def rules_of(cfg: TargetConfig | DrafterConfig) -> dict[str, tuple[Rule, str, Le
     return found
 
 
-def skips_of(cfg: TargetConfig | DrafterConfig, speculators: bool) -> tuple[Skip, ...]:
+def skips_of(cfg: TargetConfig | AnyDrafterConfig, speculators: bool) -> tuple[Skip, ...]:
     """What a file of this model may hold beside its parameters."""
     if isinstance(cfg, TargetConfig):
         return (BUFFERS, TIED_HEAD) if cfg.tie_word_embeddings else (BUFFERS,)
+    if isinstance(cfg, Eagle3Config):
+        return EAGLE3_SKIPS if cfg.draft_vocab_size < cfg.vocab_size else (*EAGLE3_SKIPS, WHOLE)
+    if isinstance(cfg, MTPConfig):
+        return (BUFFERS,)
     if not speculators:
         return (BUFFERS,)
     return DRAFTER_SKIPS if cfg.own_head else DRAFTER_SKIPS + FULL_VOCABULARY_SKIPS
 
 
-def plain_name(name: str, cfg: TargetConfig | DrafterConfig) -> str:
+def plain_name(name: str, cfg: TargetConfig | AnyDrafterConfig) -> str:
     """A drafter's tensor name without the prefixes that some exports add."""
     if isinstance(cfg, TargetConfig):
         return name
@@ -192,7 +220,7 @@ def plain_name(name: str, cfg: TargetConfig | DrafterConfig) -> str:
     return name
 
 
-def match(shelf: Shelf, cfg: TargetConfig | DrafterConfig, speculators: bool = False) -> Matched:
+def match(shelf: Shelf, cfg: TargetConfig | AnyDrafterConfig, speculators: bool = False) -> Matched:
     """Finds the tensor of every parameter.
 
     Args:
@@ -258,7 +286,7 @@ def same_bytes(a: NDArray, b: NDArray) -> bool:
     return all(np.array_equal(mine[i : i + (1 << 20)], other[i : i + (1 << 20)]) for i in range(0, mine.size, 1 << 20))
 
 
-def check_values(matched: Matched, cfg: TargetConfig | DrafterConfig) -> None:
+def check_values(matched: Matched, cfg: TargetConfig | AnyDrafterConfig) -> None:
     """The faults that only values show.
 
     Raises:
@@ -269,7 +297,7 @@ def check_values(matched: Matched, cfg: TargetConfig | DrafterConfig) -> None:
         source = matched.sources.get(path)
         if source is not None and all_zero(source.tensor.view()):
             faults.append(f"{source.tensor.name} is all zeros")
-    if isinstance(cfg, DrafterConfig) and cfg.own_head:
+    if isinstance(cfg, DrafterConfig | Eagle3Config) and "d2t" in matched.sources:
         ids = np.arange(cfg.draft_vocab_size, dtype=np.int64) + matched.sources["d2t"].view().astype(np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids >= cfg.vocab_size))
         if wrong.size:

@@ -6,10 +6,10 @@ that could hide a missing field of a checkpoint.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 LayerType = Literal["full_attention", "sliding_attention"]
-C = TypeVar("C", "TargetConfig", "DrafterConfig", "Eagle3Config", "MTPConfig")
+C = TypeVar("C", bound="TargetConfig | DrafterConfig | Eagle3Config | MTPConfig")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -114,6 +114,8 @@ class DrafterConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
+    method: ClassVar[str] = "dflash"
+    title: ClassVar[str] = "DFlash"
 
     def __post_init__(self) -> None:
         check_attention(self)
@@ -177,6 +179,7 @@ class Eagle3Config:
     block_size: int
     target_layer_ids: tuple[int, ...]
     method: Literal["eagle3"] = "eagle3"
+    title: ClassVar[str] = "EAGLE-3"
 
     def __post_init__(self) -> None:
         check_attention(self)
@@ -232,6 +235,7 @@ class MTPConfig:
     block_size: int
     num_hidden_layers: int = 1
     method: Literal["mtp"] = "mtp"
+    title: ClassVar[str] = "MTP"
 
     def __post_init__(self) -> None:
         check_heads(self)
