@@ -30,7 +30,7 @@ Row = tuple[str, str, str, str, int]
 def hf_rows(opened: Opened) -> Iterator[Row]:
     """(file, tensor, becomes, shape and dtype, bytes) of a Hugging Face folder, skipped tensors included."""
     assert isinstance(opened.found, rules.Matched)
-    paths = {source.tensor.name: source.path for source in opened.found.sources.values()}
+    paths = {part.name: source.path for source in opened.found.sources.values() for part in source.tensor.parts}
     for tensor in open_shelf(opened.folder):
         if tensor.name not in paths and tensor.name not in opened.found.skipped:
             continue  # another model's: a target's folder may bring its own drafter

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.config import ROPE_TYPES, LayerType, RopeConfig, TargetConfig
+from dflash_jax.config import ROPE_TYPES, GptOssConfig, LayerType, MoeConfig, RopeConfig, TargetConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
 DRAFTER_FIELDS = ("dflash_config", "speculators_model_type")
 DRAFTER_NAMES = ("DFlash", "Eagle", "Speculator", "DraftModel")
 
@@ -46,11 +46,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (0,),
     "num_local_experts": (0,),
     "output_multiplier": (1, 1.0),
-    "quantization_config": (),
     "residual_multiplier": (1, 1.0),
     "rope_interleaved": (False,),
     "rope_traditional": (False,),
 }
+
+
+# What a family has of the options above (not in its list of refusals), and options that it alone refuses.
+FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {"qwen3_moe": ("num_experts",), "gpt_oss": ("num_local_experts",)}
+FAMILY_NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "qwen3_moe": {
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "shared_expert_intermediate_size": (0,),
+        "use_sliding_window": (False,),
+    },
+    "gpt_oss": {"attention_bias": (True,)},
+}
+FP8_BLOCK = [128, 128]
 
 
 class CheckpointError(ValueError):
@@ -211,6 +224,15 @@ def layer_layout(values: Mapping[str, Any], layers: int) -> tuple[tuple[LayerTyp
     return tuple(types), window if "sliding_attention" in types else None
 
 
+def layout_fields(hf: Mapping[str, Any], family: str, layers: int) -> Mapping[str, Any]:
+    """What ``layer_layout`` may read of a config: Llama never slides by itself, gpt-oss slides on even layers."""
+    if family == "llama":
+        return {"layer_types": hf.get("layer_types")}
+    if family == "gpt_oss" and hf.get("layer_types") is None:
+        return {**hf, "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]}
+    return hf
+
+
 def drafter_marks(hf: Mapping[str, Any]) -> list[str]:
     """By what a config.json says that it is a drafter's: fields and architectures. Empty for a target."""
     names = [str(name) for name in hf.get("architectures") or ()]
@@ -231,6 +253,52 @@ def check_model_type(hf: Mapping[str, Any]) -> str:
     return str(family)
 
 
+def check_quantisation(hf: Mapping[str, Any], family: str) -> None:
+    """Raises CheckpointError for quantised weights of a kind that is not dequantised here."""
+    given = hf.get("quantization_config")
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise CheckpointError(f"quantization_config must be a JSON object, got {given!r}")
+    method = given.get("quant_method")
+    if method == "mxfp4" and family == "gpt_oss":
+        return
+    if method != "fp8":
+        raise CheckpointError(
+            f"options that are not supported: quantization_config.quant_method = {json.dumps(method)} of {family} "
+            "(dequantised on load: fp8, and mxfp4 of gpt_oss)"
+        )
+    refuse_options(given, {"fmt": ("e4m3",), "weight_block_size": (FP8_BLOCK,)}, "quantization_config.")
+    if given.get("weight_block_size") is None:
+        raise CheckpointError(f"quantization_config of fp8 names no weight_block_size; built: {FP8_BLOCK}")
+
+
+def moe_fields(hf: Mapping[str, Any], family: str, fields: Fields) -> dict[str, Any]:
+    """The fields of ``MoeConfig`` and ``GptOssConfig`` beside those of every target; missing ones are remembered."""
+    if family == "qwen3_moe":
+        if hf.get("norm_topk_prob") is None:
+            fields.missing.append("norm_topk_prob")
+        return {
+            "num_experts": fields.integer("num_experts"),
+            "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+            "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+            "shared_expert_intermediate_size": 0,
+            "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        }
+    if family == "gpt_oss":
+        if hf.get("swiglu_limit") is None:  # transformers has it as a constant
+            fields.values = {**fields.values, "swiglu_limit": 7.0}
+        return {
+            "num_experts": fields.integer("num_local_experts"),
+            "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+            "moe_intermediate_size": fields.integer("intermediate_size"),
+            "shared_expert_intermediate_size": 0,
+            "norm_topk_prob": True,
+            "swiglu_limit": fields.number("swiglu_limit"),
+        }
+    return {}
+
+
 def target_config(hf: Mapping[str, Any], vocab_rows: int | None = None) -> TargetConfig:
     """The ``TargetConfig`` of a Hugging Face config.json.
 
@@ -242,27 +310,31 @@ def target_config(hf: Mapping[str, Any], vocab_rows: int | None = None) -> Targe
         CheckpointError: another family, an option that is not built, or the list of all missing fields.
     """
     family = check_model_type(hf)
-    refuse_options(hf, NEUTRAL)
+    neutral = {name: harmless for name, harmless in NEUTRAL.items() if name not in FAMILY_OPTIONS.get(family, ())}
+    refuse_options(hf, {**neutral, **FAMILY_NEUTRAL.get(family, {})})
+    check_quantisation(hf, family)
     fields = Fields(hf)
     hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     heads, vocab = fields.integer("num_attention_heads"), fields.integer("vocab_size")
     # Llama configs from before grouped queries have no num_key_value_heads: one each, as transformers reads them.
     kv_heads = fields.integer("num_key_value_heads", heads if family == "llama" else None)
-    # Qwen3's head_dim is a field of its own; Llama and Qwen2 may leave it to hidden_size / num_attention_heads.
-    shared = None if family == "qwen3" else hidden // max(heads, 1)
+    # Llama and Qwen2 may leave head_dim to hidden_size / num_attention_heads; later families have a field of its own.
+    shared = hidden // max(heads, 1) if family in ("llama", "qwen2") else None
     head_dim = fields.integer("head_dim", shared)
     width, eps = fields.integer("intermediate_size"), fields.number("rms_norm_eps")
     positions = fields.integer("max_position_embeddings")
     rope = rope_config(hf, fields)
+    moe = moe_fields(hf, family, fields)
     if fields.missing or rope is None:
         raise CheckpointError(f"config.json lacks {', '.join(fields.missing)}")
 
-    if family != "qwen3" and hf.get("head_dim") is None and hidden % heads:
+    if shared is not None and hf.get("head_dim") is None and hidden % heads:
         raise CheckpointError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    layer_types, window = layer_layout(hf if family != "llama" else {"layer_types": hf.get("layer_types")}, layers)
-    attention_bias = fields.flag("attention_bias", False)
+    layer_types, window = layer_layout(layout_fields(hf, family, layers), layers)
+    attention_bias = fields.flag("attention_bias", family == "gpt_oss")
+    kind = GptOssConfig if family == "gpt_oss" else MoeConfig if moe else TargetConfig
     try:
-        return TargetConfig(
+        return kind(
             model_type=family,
             vocab_size=vocab,
             vocab_rows=vocab if vocab_rows is None else vocab_rows,
@@ -279,9 +351,10 @@ def target_config(hf: Mapping[str, Any], vocab_rows: int | None = None) -> Targe
             qkv_bias=True if family == "qwen2" else attention_bias,
             o_bias=False if family == "qwen2" else attention_bias,
             mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             layer_types=layer_types,
             sliding_window=window,
+            **moe,
         )
     except ValueError as error:
         raise CheckpointError(str(error)) from error

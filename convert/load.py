@@ -101,10 +101,10 @@ def resolve(path: str | Path) -> Path:
 
 
 def stored_dtype(matched: rules.Matched) -> np.dtype:
-    """The dtype of most bytes of a model."""
+    """The dtype of most bytes of a model, its quantised weights aside."""
     total: dict[np.dtype, int] = {}
     for source in matched.sources.values():
-        if source.path != "d2t":
+        if source.path != "d2t" and source.tensor.quantised is None:
             total[source.tensor.dtype] = total.get(source.tensor.dtype, 0) + source.tensor.nbytes
     return max(total, key=lambda dtype: total[dtype])
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from convert.derived import Stored, dequantised, take
 from convert.hf_config import CheckpointError
 from convert.tensors import DTYPES, Shelf, Tensor
 from dflash_jax.config import AnyDrafterConfig, DrafterConfig, Eagle3Config, MTPConfig, TargetConfig
@@ -46,6 +47,24 @@ HEADS_OUT = Transform(
 )
 # [N * H] <-> [N, H]
 HEAD_BIAS = Transform(lambda s: (s[0] * s[1],), lambda w, s: w.reshape(s), lambda w: w.reshape(-1))
+
+
+# [E, 2 F, D] <-> [E, D, 2, F], and [2 F, D] <-> [D, 2, F]
+GATE_UP = Transform(
+    lambda s: (*s[:-3], s[-2] * s[-1], s[-3]),
+    lambda w, s: np.moveaxis(w.reshape(*s[:-3], s[-2], s[-1], s[-3]), -1, -3),
+    lambda w: np.moveaxis(w, -3, -1).reshape(*w.shape[:-3], -1, w.shape[-3]),
+)
+# [E, D, F] <-> [E, F, D]
+MATRICES = Transform(lambda s: (s[0], s[2], s[1]), lambda w, s: w.swapaxes(1, 2), lambda w: w.swapaxes(1, 2))
+# gpt-oss: [.., F, 2] folded <-> [.., 2, F], gate and up in turn
+IN_TURN = Transform(
+    lambda s: (*s[:-2], s[-1] * 2),
+    lambda w, s: w.reshape(*s[:-2], s[-1], 2).swapaxes(-1, -2),
+    lambda w: w.swapaxes(-1, -2).reshape(*w.shape[:-2], -1),
+)
+# [1, D] <-> [D]
+ROW = Transform(lambda s: (1, *s), lambda w, s: w.reshape(s), lambda w: w.reshape(1, -1))
 
 
 @dataclass(frozen=True)
@@ -86,6 +105,12 @@ def layer_rules(prefix: str) -> tuple[Rule, ...]:
         ("mlp.gate_proj.bias", "gate_bias", SAME),
         ("mlp.up_proj.bias", "up_bias", SAME),
         ("mlp.down_proj.bias", "down_bias", SAME),
+        ("mlp.gate.weight", "router", MATRIX),
+        ("mlp.experts.gate_up_proj", "expert_gate_up", GATE_UP),
+        ("mlp.experts.down_proj", "expert_down", MATRICES),
+        ("mlp.shared_expert.gate_up_proj.weight", "shared_gate_up", GATE_UP),
+        ("mlp.shared_expert.down_proj.weight", "shared_down", MATRIX),
+        ("mlp.shared_expert_gate.weight", "shared_gate", ROW),
     )
     return tuple(Rule(f"{prefix}layers.{{}}.{hf}", f"layers.{{}}.{path}", how) for hf, path, how in table)
 
@@ -95,6 +120,16 @@ DENSE = (
     Rule("model.norm.weight", "final_norm", SAME),
     Rule("lm_head.weight", "head", SAME),
     *layer_rules("model."),
+)
+GPT_OSS = (
+    *(rule for rule in DENSE if not rule.path.endswith(("router", "expert_gate_up", "expert_down"))),
+    Rule("model.layers.{}.self_attn.sinks", "layers.{}.sinks", SAME),
+    Rule("model.layers.{}.mlp.router.weight", "layers.{}.router", MATRIX),
+    Rule("model.layers.{}.mlp.router.bias", "layers.{}.router_bias", SAME),
+    Rule("model.layers.{}.mlp.experts.gate_up_proj", "layers.{}.expert_gate_up", IN_TURN),
+    Rule("model.layers.{}.mlp.experts.gate_up_proj_bias", "layers.{}.expert_gate_up_bias", IN_TURN),
+    Rule("model.layers.{}.mlp.experts.down_proj", "layers.{}.expert_down", SAME),
+    Rule("model.layers.{}.mlp.experts.down_proj_bias", "layers.{}.expert_down_bias", SAME),
 )
 DFLASH = (
     Rule("fc.weight", "fc", MATRIX),
@@ -126,6 +161,8 @@ TABLES: Mapping[str, tuple[Rule, ...]] = {
     "llama": DENSE,
     "qwen2": DENSE,
     "qwen3": DENSE,
+    "qwen3_moe": DENSE,
+    "gpt_oss": GPT_OSS,
     "dflash": DFLASH,
     "eagle3": EAGLE3,
     "mtp": MTP,
@@ -133,6 +170,8 @@ TABLES: Mapping[str, tuple[Rule, ...]] = {
 
 BUFFERS = Skip(r"(.*\.)?rotary_emb\.inv_freq", None)
 TIED_HEAD = Skip(r"lm_head\.weight", "the head is tied to the embedding (tie_word_embeddings), as the config says")
+# Stands among what was skipped where a file's weights are quantised: the field of config.json that says so.
+QUANTISATION = "quantization_config"
 DRAFTER_SKIPS = (
     BUFFERS,
     Skip(r"embed_tokens\.weight", "a frozen copy of the target's embedding"),
@@ -160,10 +199,10 @@ FOREIGN = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where one parameter comes from: the tensor of the file, its rule, and the shape it takes here."""
+    """Where one parameter comes from: the tensor (of the file, or made of several), its rule, its shape here."""
 
     path: str
-    tensor: Tensor
+    tensor: Stored
     rule: Rule
     leaf: Leaf
 
@@ -173,7 +212,7 @@ class Source:
         return self.tensor.nbytes
 
     def view(self) -> NDArray:
-        """The parameter in our layout, a view of the mapped file."""
+        """The parameter in our layout, a view of the mapped file where it lies there as one plain tensor."""
         return self.rule.transform.load(self.tensor.view(), self.leaf.shape)
 
 
@@ -234,33 +273,35 @@ def match(shelf: Shelf, cfg: TargetConfig | AnyDrafterConfig, speculators: bool 
     rules = rules_of(cfg)
     skips = skips_of(cfg, speculators)
     faults = list(shelf.faults)
-    there: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
     for tensor in shelf:
         name = plain_name(tensor.name, cfg)
-        if name in there:
-            faults.append(f"{there[name].name} and {tensor.name} are the same tensor")
-        there[name] = tensor
+        if name in plain:
+            faults.append(f"{plain[name].name} and {tensor.name} are the same tensor")
+        plain[name] = tensor
+    there, broken = dequantised(plain, faults)
 
     sources: dict[str, Source] = {}
-    missing = [name for _, name, _ in rules.values() if name not in there]
+    missing: list[str] = []
     for path, (rule, name, leaf) in rules.items():
-        if name not in there:
+        taken = take(name, rule.transform.shape(leaf.shape), there, broken, faults, missing)
+        if taken is None:
             continue
-        tensor = there.pop(name)
-        expected = rule.transform.shape(leaf.shape)
-        if tensor.shape != expected:
-            faults.append(f"wrong shape: {tensor.name} is {tensor.shape}, the config says {expected}")
-        elif tensor.dtype not in (IDS if path == "d2t" else FLOATS):
-            faults.append(f"wrong dtype: {tensor.name} is {tensor.dtype}")
-        sources[path] = Source(path, tensor, rule, leaf)
+        if taken.dtype not in (IDS if path == "d2t" else FLOATS):
+            faults.append(f"wrong dtype: {taken.name} is {taken.dtype}")
+        sources[path] = Source(path, taken, rule, leaf)
     skipped: dict[str, str | None] = {}
     unknown = []
-    for name, tensor in there.items():
+    for name, left in there.items():
         skip = next((s for s in skips if re.fullmatch(s.pattern, name)), None)
-        if skip is None:
-            unknown.append(tensor.name)
-        else:
-            skipped[tensor.name] = skip.reason
+        for tensor in left.parts:
+            if skip is None:
+                unknown.append(tensor.name)
+            else:
+                skipped[tensor.name] = skip.reason
+    formats = sorted({str(s.tensor.quantised) for s in sources.values() if s.tensor.quantised})
+    if formats:
+        skipped[QUANTISATION] = f"{', '.join(formats)} weights are dequantised"
     if missing:
         faults.append(f"missing tensors: {', '.join(missing)}")
     if unknown:

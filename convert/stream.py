@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from convert import rules
+from convert.derived import spelled_out
 from convert.folder import (
     GENERATION,
     HF_CONFIGS,
@@ -31,7 +32,7 @@ from convert.folder import (
     read_records,
     write_records,
 )
-from convert.hf_config import CheckpointError
+from convert.hf_config import CheckpointError, read_json
 from convert.load import (
     DTYPE_NAMES,
     Opened,
@@ -65,13 +66,23 @@ class Report:
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor on its way out: parameter path, rule, and its name, shape and dtype in the safetensors file."""
+    """A parameter on its way out: path, rule, and its name, shape and dtype in the safetensors file.
+
+    A name with braces stands for pieces of equal size, which lie one below the other in the array.
+    """
 
     path: str
     rule: rules.Rule
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes in the file, in the order of the bytes."""
+        names = spelled_out(self.name)
+        if len(names) == 1:
+            return [(self.name, self.shape)]
+        return [(name, (math.prod(self.shape[:-1]) // len(names), self.shape[-1])) for name in names]
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +144,7 @@ def to_orbax(
 
 def identity(opened: Opened) -> dict[str, Any]:
     """What tells one source from another: its config, and the name, size and time of its weight files."""
-    files = sorted({source.tensor.file for source in matched(opened).sources.values()})
+    files = sorted({part.file for source in matched(opened).sources.values() for part in source.tensor.parts})
     return {
         "folder": str(opened.folder.resolve()),
         "config": dict(opened.hf),
@@ -207,7 +218,7 @@ def write_arrays(path: Path, part: str, opened: Opened, cast: Any, progress: Pro
     done = sum(source.nbytes for source in sources if source.path in there)
     progress(part, done, total)
     for group in groups([source for source in sources if source.path not in there]):
-        checkpoint.append({source.path: array_of(source, cast) for source in group}, path)
+        checkpoint.append({source.path: array_of(source, opened.dtype, cast) for source in group}, path)
         done += sum(source.nbytes for source in group)
         progress(part, done, total)
     finishing.touch()
@@ -216,10 +227,12 @@ def write_arrays(path: Path, part: str, opened: Opened, cast: Any, progress: Pro
     return total
 
 
-def array_of(source: rules.Source, cast: Any) -> NDArray:
-    """A parameter in our layout: the mapped file itself where nothing changes, else a copy."""
+def array_of(source: rules.Source, stored: Any, cast: Any) -> NDArray:
+    """A parameter in our layout: the mapped file itself where nothing changes, else a copy. ``stored``: the model's
+    dtype, which weights get that were quantised."""
     view = source.view()
-    dtype = DTYPES["I32"] if source.path == "d2t" else view.dtype if cast is None else cast
+    kept = stored if source.tensor.quantised else view.dtype
+    dtype = DTYPES["I32"] if source.path == "d2t" else kept if cast is None else cast
     return view if view.flags.c_contiguous and view.dtype == dtype else contiguous(view, dtype)
 
 
@@ -230,7 +243,10 @@ def record_of(opened: Opened, cast: Any) -> Record:
         config=opened.cfg,
         dtype=(opened.dtype if cast is None else cast).name,
         names={path: source.tensor.name for path, source in found.sources.items()},
-        dtypes={path: NAMES[source.tensor.dtype] for path, source in found.sources.items()},
+        dtypes={
+            path: NAMES[opened.dtype if source.tensor.quantised else source.tensor.dtype]
+            for path, source in found.sources.items()
+        },
         cast=None if cast is None else cast.name,
         skipped=found.skipped,
     )
@@ -272,10 +288,19 @@ def to_hf(source: Path, out: Path, progress: Progress = quiet) -> Report:
             folder = work if part == "target" else work / part
             folder.mkdir(exist_ok=True)
             nbytes += write_shards(source / part, folder, part, record, progress)
-            shutil.copyfile(source / HF_CONFIGS[part], folder / OURS)
+            copy_config(source / HF_CONFIGS[part], folder / OURS, record)
         copy_files(source, work)
     work.rename(out)
     return Report(out, nbytes, tuple(notes))
+
+
+def copy_config(source: Path, destination: Path, record: Record) -> None:
+    """A model's own config.json, byte for byte unless it says that weights are quantised which no longer are."""
+    if rules.QUANTISATION not in record.skipped:
+        shutil.copyfile(source, destination)
+        return
+    plain = {name: value for name, value in read_json(source).items() if name != rules.QUANTISATION}
+    destination.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
 
 
 def plan_shards(record: Record) -> list[list[Written]]:
@@ -308,9 +333,10 @@ def write_shards(arrays: Path, folder: Path, part: str, record: Record, progress
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for item in shard:
-            span = [offset, offset + item.nbytes]
-            header[item.name] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": span}
-            offset += item.nbytes
+            for name, shape in item.tensors():
+                end = offset + math.prod(shape) * DTYPES[item.dtype].itemsize
+                header[name] = {"dtype": item.dtype, "shape": list(shape), "data_offsets": [offset, end]}
+                offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with (folder / file).open("wb") as opened:
@@ -323,7 +349,12 @@ def write_shards(arrays: Path, folder: Path, part: str, record: Record, progress
                     done += item.nbytes
                 progress(part, done, total)
     if len(shards) > 1:
-        where = {item.name: file for file, shard in zip(names, shards, strict=True) for item in shard}
+        where = {
+            name: file
+            for file, shard in zip(names, shards, strict=True)
+            for item in shard
+            for name, _ in item.tensors()
+        }
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total

@@ -60,6 +60,16 @@ class Tensor:
         """Bytes of the values."""
         return self.stop - self.start
 
+    @property
+    def parts(self) -> "tuple[Tensor, ...]":
+        """The tensors of the file that it is made of: itself."""
+        return (self,)
+
+    @property
+    def quantised(self) -> str | None:
+        """The format in which the file packs the values: none."""
+        return None
+
     def view(self) -> NDArray:
         """The values as a read-only array over the mapped file."""
         if not self.nbytes:

@@ -101,9 +101,13 @@ def attend(
     valid: Array,
     causal: bool | Array,
     window: int | None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention of block queries [B, T, N, H] over the layer's pages, its rows held and the block's own kv
-    [B, T, 2, G, H]."""
+    [B, T, 2, G, H].
+
+    sinks: [N] scores that take part in the softmax and have no value.
+    """
     if view.held:
         kv = jnp.concatenate([view.held[layer], kv], axis=1)
         held = view.lengths[:, None] + jnp.arange(view.holding, dtype=jnp.int32)
@@ -121,6 +125,7 @@ def attend(
         causal=causal,
         window=window,
         since=view.since,
+        sinks=sinks,
         implementation=view.kernels,
     )
 

@@ -5,8 +5,9 @@ that could hide a missing field of a checkpoint.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 LayerType = Literal["full_attention", "sliding_attention"]
 C = TypeVar("C", bound="TargetConfig | DrafterConfig | Eagle3Config | MTPConfig")
@@ -83,6 +84,40 @@ class TargetConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer, None for full attention."""
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig(TargetConfig):
+    """A target whose layers mix experts: Qwen3-MoE.
+
+    ``moe_intermediate_size`` is the width of an expert, ``shared_expert_intermediate_size`` that of the expert of every
+    token (0: there is none). ``norm_topk_prob``: the weights of a token's experts are scaled to sum to one.
+    ``intermediate_size`` has no use where no layer is dense.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is not in 1 .. {self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MoeConfig):
+    """gpt-oss: a mixture with biases everywhere, attention sinks, and SwiGLU clamped at ``swiglu_limit``."""
+
+    swiglu_limit: float
+
+
+# The classes of targets by model_type; a family that is not named here is dense.
+TARGET_CONFIGS: Mapping[str, type[TargetConfig]] = {"qwen3_moe": MoeConfig, "gpt_oss": GptOssConfig}
 
 
 @dataclass(frozen=True)
@@ -379,7 +414,12 @@ def to_json(cfg: TargetConfig | AnyDrafterConfig) -> dict[str, Any]:
 
 
 def from_json(kind: type[C], data: dict[str, Any]) -> C:
-    """The inverse of ``to_json``. Raises ValueError naming unknown and missing fields together."""
+    """The inverse of ``to_json``; a target's class follows from its model_type.
+
+    Raises ValueError naming unknown and missing fields together.
+    """
+    family = TARGET_CONFIGS.get(data.get("model_type", ""), TargetConfig)
+    kind = cast(type[C], family) if issubclass(kind, TargetConfig) else kind
     names = {field.name for field in dataclasses.fields(kind)}
     required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
     unknown, missing = sorted(set(data) - names), sorted(required - set(data))

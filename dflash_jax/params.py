@@ -16,7 +16,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from dflash_jax.config import AnyDrafterConfig, DrafterConfig, Eagle3Config, MTPConfig, TargetConfig
+from dflash_jax.config import (
+    AnyDrafterConfig,
+    DrafterConfig,
+    Eagle3Config,
+    GptOssConfig,
+    MoeConfig,
+    MTPConfig,
+    TargetConfig,
+)
 from dflash_jax.sharding import sharding_of
 
 Params = dict[str, Any]
@@ -71,19 +79,48 @@ def mlp_leaves(cfg: AnyConfig, bias: bool) -> Params:
     return leaves
 
 
+def expert_leaves(cfg: MoeConfig | MTPConfig, bias: bool) -> Params:
+    """router [D, E], expert_gate_up [E, D, 2, F], expert_down [E, F, D] with their biases; the shared expert alike.
+
+    Experts are declared as they run: a fused copy of them at load would double the largest arrays of a model.
+    """
+    dim, count, width, shared = (
+        cfg.hidden_size,
+        cfg.num_experts,
+        cfg.moe_intermediate_size,
+        cfg.shared_expert_intermediate_size,
+    )
+    leaves: Params = {
+        "router": Leaf((dim, count), ("embed", "experts")),
+        "expert_gate_up": Leaf((count, dim, 2, width), ("experts", "embed", "kv", "mlp")),
+        "expert_down": Leaf((count, width, dim), ("experts", "mlp", "embed")),
+    }
+    if bias:
+        leaves["router_bias"] = Leaf((count,), ("experts",))
+        leaves["expert_gate_up_bias"] = Leaf((count, 2, width), ("experts", "kv", "mlp"))
+        leaves["expert_down_bias"] = Leaf((count, dim), ("experts", "embed"))
+    if shared:
+        leaves["shared_gate_up"] = Leaf((dim, 2, shared), ("embed", "kv", "mlp"))
+        leaves["shared_down"] = Leaf((shared, dim), ("mlp", "embed"))
+        leaves["shared_gate"] = Leaf((dim,), ("embed",))
+    return leaves
+
+
 def norm_leaves(cfg: AnyConfig) -> Params:
     """The two norms of a decoder layer [D]."""
     return {name: Leaf((cfg.hidden_size,), ("embed",)) for name in ("input_norm", "post_norm")}
 
 
 def target_leaves(cfg: TargetConfig) -> Params:
-    """The declaration of a dense target. embed and head are [V, D]; a tied target has no head."""
-    dim = cfg.hidden_size
+    """The declaration of a target. embed and head are [V, D]; a tied target has no head. gpt-oss has sinks [N]."""
+    dim, gpt_oss = cfg.hidden_size, isinstance(cfg, GptOssConfig)
     layer = {
         **norm_leaves(cfg),
         **attention_leaves(cfg, cfg.qkv_bias, cfg.o_bias, cfg.qk_norm),
-        **mlp_leaves(cfg, cfg.mlp_bias),
+        **(expert_leaves(cfg, gpt_oss) if isinstance(cfg, MoeConfig) else mlp_leaves(cfg, cfg.mlp_bias)),
     }
+    if gpt_oss:
+        layer["sinks"] = Leaf((cfg.num_attention_heads,), ("heads",))
     table = Leaf((cfg.vocab_rows, dim), ("vocab", "embed"))
     leaves = {
         "embed": table,
@@ -152,7 +189,7 @@ def mtp_leaves(cfg: MTPConfig) -> Params:
     layer = {
         **norm_leaves(cfg),
         **attention_leaves(cfg, qkv_bias=False, o_bias=False, qk_norm=True),
-        **mlp_leaves(cfg, bias=False),
+        **(expert_leaves(cfg, bias=False) if cfg.num_experts else mlp_leaves(cfg, bias=False)),
     }
     layer["q"] = Leaf((dim, cfg.num_attention_heads, 2 * cfg.head_dim), ("embed", "heads", "head"))
     return {
@@ -165,7 +202,6 @@ def mtp_leaves(cfg: MTPConfig) -> Params:
 
 
 DECLARATIONS: dict[type, Callable[[Any], Params]] = {
-    TargetConfig: target_leaves,
     DrafterConfig: drafter_leaves,
     Eagle3Config: eagle3_leaves,
     MTPConfig: mtp_leaves,
@@ -174,7 +210,7 @@ DECLARATIONS: dict[type, Callable[[Any], Params]] = {
 
 def leaves_of(cfg: AnyConfig) -> Params:
     """The declaration of any kind of model."""
-    return DECLARATIONS[type(cfg)](cfg)
+    return target_leaves(cfg) if isinstance(cfg, TargetConfig) else DECLARATIONS[type(cfg)](cfg)
 
 
 def map_named(function: Callable[[str, Any], Any], tree: Any, prefix: str = "") -> Any:
@@ -230,10 +266,17 @@ def init(cfg: AnyConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
     made = {}
     for key, (name, spec) in zip(keys, flat.items(), strict=True):
         kind = name.split(".")[-1]
-        fan_in = cfg.hidden_size if kind in ("embed", "head") else math.prod(spec.shape[:-1])
-        fan_in = spec.shape[0] if kind in ("q", "k", "v") else fan_in
-        made[name] = random_leaf(kind, spec, fan_in, key)
+        made[name] = random_leaf(kind, spec, fan_in(kind, spec.shape, cfg.hidden_size), key)
     return unflatten(made, cfg)
+
+
+def fan_in(kind: str, shape: tuple[int, ...], dim: int) -> int:
+    """Numbers that one output of the parameter ``kind`` sums over."""
+    if kind == "expert_down":
+        return shape[1]
+    if kind in ("q", "k", "v"):
+        return shape[0]
+    return dim if kind in FROM_STREAM else math.prod(shape[:-1])
 
 
 @partial(jax.jit, static_argnames=("kind", "spec", "fan_in"))
@@ -263,7 +306,8 @@ def pack_layer(layer: Params, kv_heads: int) -> Params:
         packed["q_gate"] = layer["q"][..., head:]
         layer = {**layer, "q": layer["q"][..., :head]}
     packed["qkv"] = fuse_qkv(layer, kv_heads)
-    packed["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=1)
+    if "gate" in layer:
+        packed["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=1)
     if "q_bias" in layer:
         packed["qkv_bias"] = fuse_qkv(layer, kv_heads, "_bias")
     if "gate_bias" in layer:
@@ -281,12 +325,15 @@ def unpack_layer(packed: Params) -> Params:
             layer[f"k{suffix}"], layer[f"v{suffix}"] = group[..., -2, :], group[..., -1, :]
     if "q_gate" in packed:
         layer["q"] = jnp.concatenate([layer["q"], packed["q_gate"]], axis=-1)
-    layer["gate"], layer["up"] = packed["gate_up"][:, 0], packed["gate_up"][:, 1]
+    if "gate_up" in packed:
+        layer["gate"], layer["up"] = packed["gate_up"][:, 0], packed["gate_up"][:, 1]
     if "gate_up_bias" in packed:
         layer["gate_bias"], layer["up_bias"] = packed["gate_up_bias"]
     return layer
 
 
+# Parameters whose outputs sum over the residual stream, or that stand for it.
+FROM_STREAM = ("embed", "head", "expert_gate_up", "shared_gate_up", "shared_gate")
 PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias")
 FUSED = ("qkv", "qkv_bias", "q_gate", "gate_up", "gate_up_bias")
 CONTEXT = ("context_kv", "context_kv_bias", "context_k_norm")

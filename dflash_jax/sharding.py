@@ -22,6 +22,7 @@ RULES: Mapping[str, str | None] = {
     "mlp": "model",
     "vocab": "model",
     "slots": None,
+    "experts": None,  # each device holds a slice of every expert: no imbalance, whatever the router chooses
     "rows": "data",
 }
 

@@ -167,7 +167,7 @@ def test_every_missing_field_is_named_at_once():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported yet; built: llama, qwen2, qwen3"),
+        ({"model_type": "abacus"}, "model_type 'abacus' is not supported yet; built: llama, qwen2, qwen3"),
         ({"model_type": None}, "names no model_type"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),

@@ -37,6 +37,11 @@ SPECULATOR: dict[str, Any] = {
     "target_hidden_size": None,
     "transformer_layer_config": {**BASE, "model_type": "qwen3", "num_hidden_layers": 2},
 }
+MOE = {**TARGET, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2}
+MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+GPT_OSS = {**TARGET, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 2}
+GPT_OSS |= {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
+GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "swiglu_limit": 7.0}
 Tensors = dict[str, np.ndarray]
 
 
@@ -55,7 +60,7 @@ def layer_shapes(prefix: str, hf: dict[str, Any], bias: str = "") -> dict[str, t
         "mlp.up_proj.weight": (width, dim),
         "mlp.down_proj.weight": (dim, width),
     }
-    if hf["model_type"] == "qwen3":
+    if hf["model_type"] in ("qwen3", "qwen3_moe"):
         shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     sizes = {"q": heads, "k": kv, "v": kv, "o": dim}
     shapes |= {f"self_attn.{letter}_proj.bias": (sizes[letter],) for letter in bias if letter in sizes}
@@ -80,6 +85,38 @@ def target_tensors(hf: dict[str, Any] = TARGET, dtype: str = "float32", bias: st
     for i in range(hf["num_hidden_layers"]):
         shapes |= layer_shapes(f"model.layers.{i}", hf, bias)
     return fill(shapes, dtype)
+
+
+def moe_tensors(hf: dict[str, Any] = MOE, dtype: str = "float32", stacked: bool = False) -> Tensors:
+    """All tensors of a Qwen3-MoE target: an expert's matrices apart, or the same values stacked."""
+    dim, width, count = hf["hidden_size"], hf["moe_intermediate_size"], hf["num_experts"]
+    shapes = {f"experts.{e}.{name}_proj.weight": (width, dim) for e in range(count) for name in ("gate", "up")}
+    shapes |= {f"experts.{e}.down_proj.weight": (dim, width) for e in range(count)}
+    tensors = {name: value for name, value in target_tensors(hf, dtype).items() if ".mlp." not in name}
+    for i in range(hf["num_hidden_layers"]):
+        prefix = f"model.layers.{i}.mlp."
+        made = fill(shapes | {"gate.weight": (count, dim)}, dtype, seed=3 + i)
+        if stacked:
+            both = [
+                np.concatenate([made.pop(f"experts.{e}.{n}_proj.weight") for n in ("gate", "up")]) for e in range(count)
+            ]
+            downs = [made.pop(f"experts.{e}.down_proj.weight") for e in range(count)]
+            made |= {"experts.gate_up_proj": np.stack(both), "experts.down_proj": np.stack(downs)}
+        tensors |= {prefix + name: value for name, value in made.items()}
+    return tensors
+
+
+def gpt_oss_tensors(hf: dict[str, Any] = GPT_OSS, dtype: str = "float32") -> Tensors:
+    """All tensors of a gpt-oss target with plain experts."""
+    dim, width, count = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
+    shapes = {"self_attn.sinks": (hf["num_attention_heads"],), "mlp.router.weight": (count, dim)}
+    shapes |= {"mlp.router.bias": (count,), "mlp.experts.gate_up_proj": (count, dim, 2 * width)}
+    shapes |= {"mlp.experts.gate_up_proj_bias": (count, 2 * width), "mlp.experts.down_proj": (count, width, dim)}
+    shapes |= {"mlp.experts.down_proj_bias": (count, dim)}
+    tensors = {name: value for name, value in target_tensors(hf, dtype, "qkvo").items() if ".mlp." not in name}
+    for i in range(hf["num_hidden_layers"]):
+        tensors |= {f"model.layers.{i}.{n}": value for n, value in fill(shapes, dtype, seed=3 + i).items()}
+    return tensors
 
 
 def drafter_tensors(hf: dict[str, Any] = DRAFTER, dtype: str = "float32", taps: int = 2) -> Tensors:

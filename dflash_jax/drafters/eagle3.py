@@ -14,7 +14,7 @@ from dflash_jax.config import Eagle3Config
 from dflash_jax.drafters.chain import Chain, Pass
 from dflash_jax.drafters.interface import TargetIO, over_target_ids
 from dflash_jax.layers import Normed, linear, logits_of, rms_norm, rope_table
-from dflash_jax.targets.dense import decoder_layer
+from dflash_jax.targets.dense import decoder_layer, swiglu
 from dflash_jax.targets.hidden import Hidden
 
 Params = dict[str, Any]
@@ -66,7 +66,9 @@ def rows(
     followings = [*(layer["input_norm"] for layer in layers[1:]), params["final_norm"]]
     stream, kvs = [], []
     for i, (layer, following, window) in enumerate(zip(layers, followings, cfg.windows(), strict=True)):
-        x, normed, kv = decoder_layer(layer, cfg, i, x, normed, following, rope, positions, valid, view, True, window)
+        x, normed, kv = decoder_layer(
+            layer, cfg, i, x, normed, following, rope, positions, valid, view, True, window, swiglu
+        )
         stream.append(x)
         kvs.append(kv)
     assert isinstance(normed, Normed)

@@ -17,6 +17,7 @@ from dflash_jax.drafters.chain import Chain, Pass
 from dflash_jax.drafters.interface import TargetIO
 from dflash_jax.layers import linear, rope_table, rotate
 from dflash_jax.targets.hidden import Hidden
+from dflash_jax.targets.moe import experts
 
 Params = dict[str, Any]
 
@@ -80,7 +81,9 @@ def gated_attention(layer: Params, cfg: MTPConfig, normed: Array, valid: Array, 
 
 
 def feed_forward(layer: Params, cfg: MTPConfig, normed: Array, kernels: str) -> Array:
-    """SwiGLU."""
+    """SwiGLU, or a mixture of experts."""
+    if cfg.num_experts:
+        return experts(layer, cfg, normed, kernels)
     wide = linear(normed, layer["gate_up"], gated=True, implementation=kernels)
     return linear(wide, layer["down"], implementation=kernels)
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from dflash_jax.config import TargetConfig
-from dflash_jax.targets import dense
+from dflash_jax.config import GptOssConfig, MoeConfig, TargetConfig
+from dflash_jax.targets import dense, gpt_oss, moe
 from dflash_jax.targets.hidden import Hidden
 
-IMPLEMENTATIONS: dict[type, Any] = {TargetConfig: dense}
+IMPLEMENTATIONS: dict[type, Any] = {TargetConfig: dense, MoeConfig: moe, GptOssConfig: gpt_oss}
 
 
 def of(cfg: Any) -> Any:
@@ -14,4 +14,4 @@ def of(cfg: Any) -> Any:
     return IMPLEMENTATIONS[type(cfg)]
 
 
-__all__ = ["IMPLEMENTATIONS", "Hidden", "dense", "of"]
+__all__ = ["IMPLEMENTATIONS", "Hidden", "dense", "gpt_oss", "moe", "of"]

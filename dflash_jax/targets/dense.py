@@ -4,7 +4,7 @@ Layers are unrolled; parameters come packed (``params.pack``). The block's own K
 are returned, and the step commits those that were accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from dflash_jax.layers import Norm, Normed, linear, linear_and_norm, logits_of, 
 from dflash_jax.targets.hidden import Hidden
 
 Params = dict[str, Any]
+# (layer, cfg, stream x [B, T, D], x normed, the norm that reads the stream next, kernels) -> x and normed after it.
+FeedForward = Callable[[Params, Any, Array, Normed, Norm, str], tuple[Array, Normed]]
 
 
 def cache_shape(cfg: TargetConfig | DrafterConfig) -> tuple[int, int, int]:
@@ -36,6 +38,15 @@ def head(params: Params, cfg: TargetConfig, final: Array) -> Array:
     return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab_size, logits, -jnp.inf)
 
 
+def swiglu(
+    layer: Params, cfg: TargetConfig | DrafterConfig, x: Array, normed: Normed, norm: Norm, kernels: str
+) -> tuple[Array, Normed]:
+    """The dense ``FeedForward``."""
+    wide = linear(normed, layer["gate_up"], bias=layer.get("gate_up_bias"), gated=True, implementation=kernels)
+    bias = layer.get("down_bias")
+    return linear_and_norm(wide, layer["down"], norm, bias=bias, residual=x, implementation=kernels)
+
+
 def decoder_layer(
     layer: Params,
     cfg: TargetConfig | DrafterConfig | Eagle3Config,
@@ -49,8 +60,9 @@ def decoder_layer(
     view: View,
     rule: bool | Array,
     window: int | None,
+    feed_forward: FeedForward,
 ) -> tuple[Array, Normed, Array]:
-    """Attention, then SwiGLU, each on top of the residual stream.
+    """Attention, then the feed-forward, each on top of the residual stream.
 
     Args:
         x, normed: [B, T, D] the stream, and normed by the layer's input norm (or [B, T, C], where the layer's queries,
@@ -64,14 +76,10 @@ def decoder_layer(
     qkv = linear(normed, layer["qkv"], bias=layer.get("qkv_bias"), implementation=kernels)
     norms = (layer["q_norm"], layer["k_norm"]) if "q_norm" in layer else None
     q, kv = split_heads(qkv, norms, eps, *rope, implementation=kernels)
-    mixed = attend(view, index, q, kv, positions, valid, rule, window).reshape(*x.shape[:2], -1)
+    mixed = attend(view, index, q, kv, positions, valid, rule, window, layer.get("sinks")).reshape(*x.shape[:2], -1)
     out, norm = layer["o"].reshape(-1, x.shape[-1]), Norm(layer["post_norm"], eps)
     x, normed = linear_and_norm(mixed, out, norm, bias=layer.get("o_bias"), residual=x, implementation=kernels)
-    wide = linear(normed, layer["gate_up"], bias=layer.get("gate_up_bias"), gated=True, implementation=kernels)
-    norm = Norm(following, eps)
-    x, normed = linear_and_norm(
-        wide, layer["down"], norm, bias=layer.get("down_bias"), residual=x, implementation=kernels
-    )
+    x, normed = feed_forward(layer, cfg, x, normed, Norm(following, eps), kernels)
     return x, normed, kv
 
 
@@ -83,6 +91,7 @@ def decoder(
     valid: Array,
     view: View,
     rules: Sequence[bool | Array],
+    feed_forward: FeedForward = swiglu,
 ) -> tuple[Array, list[Array], list[Array]]:
     """All layers over an embedded block x [B, T, D], ``rules`` being each layer's rule inside the block.
 
@@ -95,7 +104,9 @@ def decoder(
     followings = [*(layer["input_norm"] for layer in layers[1:]), params["final_norm"]]
     stream, rows = [], []
     for i, (layer, following, rule, window) in enumerate(zip(layers, followings, rules, cfg.windows(), strict=True)):
-        x, normed, kv = decoder_layer(layer, cfg, i, x, normed, following, rope, positions, valid, view, rule, window)
+        x, normed, kv = decoder_layer(
+            layer, cfg, i, x, normed, following, rope, positions, valid, view, rule, window, feed_forward
+        )
         stream.append(x)
         rows.append(kv)
     return normed.array(), stream, rows
@@ -109,6 +120,7 @@ def forward(
     valid: Array,
     view: View,
     rule: bool | Array = True,
+    feed_forward: FeedForward = swiglu,
 ) -> Hidden:
     """One pass over a block that follows the cached tokens.
 
@@ -119,13 +131,14 @@ def forward(
         valid: int32 [B] leading tokens of each row that exist.
         view: the pages before the block.
         rule: inside the block, causal (True) or a bool [T, T] mask for trees.
+        feed_forward: what follows the attention of a layer.
 
     Returns:
         Hidden; features are the residual stream after each tapped layer, before any later norm.
     """
-    final, stream, rows = decoder(
-        params, cfg, embed(params, cfg, tokens), positions, valid, view, (rule,) * cfg.num_hidden_layers
-    )
+    rules = (rule,) * cfg.num_hidden_layers
+    x = embed(params, cfg, tokens)
+    final, stream, rows = decoder(params, cfg, x, positions, valid, view, rules, feed_forward)
     features = [stream[i] for i in cfg.target_layer_ids]
     return Hidden(
         final=final,

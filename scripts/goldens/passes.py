@@ -45,7 +45,7 @@ def observed_step(
     """``prefill_step`` that shows every position; it commits ``keep`` int32 [B] rows, so it is a forced verify too."""
     view = View(state.target, inputs.table, inputs.start, model.kernels)
     positions = view.positions(inputs.tokens.shape[1])
-    target = targets.IMPLEMENTATIONS[type(model.target)]
+    target = targets.of(model.target)
     hidden = target.forward(params.target, model.target, inputs.tokens, positions, inputs.valid, view, True)
     kept = jnp.arange(inputs.tokens.shape[1]) < keep[:, None]
     state = commit(params, model, state, inputs, hidden, inputs.tokens, positions, kept, inputs.start)
