@@ -40,14 +40,14 @@ class Chain:
 
     reads(cfg, hidden) -> features [B, T, F] of a target's pass.
     fuse(params, cfg, features, kernels) -> [B, T, D], the hidden state that stands for a target's features.
-    rows(params, target_io, cfg, tokens, hidden, valid, view) -> Pass of tokens [B, T] with the hidden states before
-    them [B, T, D], causal behind ``view``.
+    rows(params, target_io, cfg, tokens, hidden, positions, valid, view, rule) -> Pass of tokens [B, T] with the hidden
+    states before them [B, T, D], at positions [B, T] behind ``view``; rule as ``cache.attend`` takes it.
     scores(params, target_io, cfg, final) -> draft logits float32 [B, T, V].
     """
 
     reads: Callable[[Any, Hidden], Array]
     fuse: Callable[[Params, Any, Array, str], Array]
-    rows: Callable[[Params, TargetIO, Any, Array, Array, Array, View], Pass]
+    rows: Callable[[Params, TargetIO, Any, Array, Array, Array, Array, View, bool | Array], Pass]
     scores: Callable[[Params, TargetIO, Any, Array], Array]
 
     def cache_shape(self, cfg: Any) -> tuple[int, int, int]:
@@ -79,7 +79,8 @@ class Chain:
         """
         fused = self.fuse(params, cfg, features, view.kernels)
         before = jnp.concatenate([carry[:, None].astype(fused.dtype), fused[:, :-1]], axis=1)
-        out = self.rows(params, target_io, cfg, tokens, before, valid, view.replace(since=1))
+        positions = view.positions(tokens.shape[1])
+        out = self.rows(params, target_io, cfg, tokens, before, positions, valid, view.replace(since=1), True)
         return Rows(kv=tuple(kv[:, :, None] for kv in out.kv)), fused
 
     def draft(
@@ -97,7 +98,8 @@ class Chain:
         view, one = view.replace(since=1), jnp.ones_like(lengths)
         block, hidden = [anchor[:, None]], carry[:, None]
         for _ in range(cfg.block_size - 1):
-            out = self.rows(params, target_io, cfg, block[-1], hidden, one, view)
-            block.append(draw(self.scores(params, target_io, cfg, out.final), view.positions(1) + 1))
+            at = view.positions(1)
+            out = self.rows(params, target_io, cfg, block[-1], hidden, at, one, view, True)
+            block.append(draw(self.scores(params, target_io, cfg, out.final), at + 1))
             view, hidden = view.hold(out.kv), out.hidden
         return jnp.concatenate(block, axis=1)

@@ -54,11 +54,12 @@ def rows(
     cfg: Eagle3Config,
     tokens: Array,
     hidden: Array,
+    positions: Array,
     valid: Array,
     view: View,
+    rule: bool | Array = True,
 ) -> Pass:
-    """One causal pass over tokens int32 [B, T] with the hidden states before them [B, T, D]."""
-    positions = view.positions(tokens.shape[1])
+    """One pass over tokens int32 [B, T] at ``positions`` with the hidden states before them [B, T, D]."""
     rope = rope_table(cfg.rope, cfg.head_dim, positions)
     normed: Array | Normed
     normed, x = entry(params, target_io, cfg, tokens, hidden)
@@ -67,7 +68,7 @@ def rows(
     stream, kvs = [], []
     for i, (layer, following, window) in enumerate(zip(layers, followings, cfg.windows(), strict=True)):
         x, normed, kv = decoder_layer(
-            layer, cfg, i, x, normed, following, rope, positions, valid, view, True, window, swiglu
+            layer, cfg, i, x, normed, following, rope, positions, valid, view, rule, window, swiglu
         )
         stream.append(x)
         kvs.append(kv)

@@ -48,21 +48,31 @@ def joined(params: Params, target_io: TargetIO, cfg: MTPConfig, tokens: Array, h
 
 
 def rows(
-    params: Params, target_io: TargetIO, cfg: MTPConfig, tokens: Array, hidden: Array, valid: Array, view: View
+    params: Params,
+    target_io: TargetIO,
+    cfg: MTPConfig,
+    tokens: Array,
+    hidden: Array,
+    positions: Array,
+    valid: Array,
+    view: View,
+    rule: bool | Array = True,
 ) -> Pass:
-    """One causal pass over tokens int32 [B, T] with the hidden states before them [B, T, D]."""
+    """One pass over tokens int32 [B, T] at ``positions`` with the hidden states before them [B, T, D]."""
     x = linear(joined(params, target_io, cfg, tokens, hidden), params["fc"], implementation=view.kernels)
     layer = params["layers"][0]
-    mixed, kv = gated_attention(layer, cfg, norm(x, layer["input_norm"], cfg.rms_norm_eps), valid, view)
+    normed = norm(x, layer["input_norm"], cfg.rms_norm_eps)
+    mixed, kv = gated_attention(layer, cfg, normed, positions, valid, view, rule)
     x = x + mixed
     x = x + feed_forward(layer, cfg, norm(x, layer["post_norm"], cfg.rms_norm_eps), view.kernels)
     final = norm(x, params["final_norm"], cfg.rms_norm_eps)
     return Pass(final, final, [x], [kv])
 
 
-def gated_attention(layer: Params, cfg: MTPConfig, normed: Array, valid: Array, view: View) -> tuple[Array, Array]:
+def gated_attention(
+    layer: Params, cfg: MTPConfig, normed: Array, positions: Array, valid: Array, view: View, rule: bool | Array
+) -> tuple[Array, Array]:
     """normed [B, T, D] -> [B, T, D] and K/V [B, T, 2, G, H]; each head's result is scaled by a sigmoid."""
-    positions = view.positions(normed.shape[1])
     cos, sin = rope_table(cfg.rope, cfg.rotary_dim, positions)
     qkv = linear(normed, layer["qkv"], implementation=view.kernels)
     q = qkv[..., :-2, :].reshape(*qkv.shape[:2], -1, cfg.head_dim)
@@ -74,7 +84,7 @@ def gated_attention(layer: Params, cfg: MTPConfig, normed: Array, valid: Array, 
         return jnp.concatenate([first, heads[..., cfg.rotary_dim :]], axis=-1)
 
     kv = jnp.stack([turned(k, layer["k_norm"]), v], axis=2)
-    mixed = attend(view, 0, turned(q, layer["q_norm"]), kv, positions, valid, True, None)
+    mixed = attend(view, 0, turned(q, layer["q_norm"]), kv, positions, valid, rule, None)
     gate = linear(normed, layer["q_gate"], implementation=view.kernels)
     mixed = (mixed * jax.nn.sigmoid(gate)).reshape(*normed.shape[:2], -1)
     return linear(mixed, layer["o"].reshape(-1, normed.shape[-1]), implementation=view.kernels), kv

@@ -66,7 +66,8 @@ def observed(
     """Rows of tokens [1, n] behind ``view``: hidden [1, n, ..] is features, or the drafter's own where ``fused``."""
     lent, chain = passes.borrow(tables), method_of(cfg)
     g = hidden if fused else chain.fuse(params, cfg, hidden, view.kernels)
-    out = chain.rows(params, lent, cfg, tokens, g, jnp.array([tokens.shape[1]]), view)
+    at, valid = view.positions(tokens.shape[1]), jnp.array([tokens.shape[1]])
+    out = chain.rows(params, lent, cfg, tokens, g, at, valid, view, True)
     if isinstance(cfg, Eagle3Config):
         joined, projected = eagle3.entry(params, lent, cfg, tokens, g)[0], None
     else:
