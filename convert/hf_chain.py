@@ -9,7 +9,7 @@ head has no config of its own: it follows from the target's.
 from collections.abc import Mapping
 from typing import Any
 
-from convert.hf_config import CheckpointError, Fields, layer_layout, refuse_options, rope_config
+from convert.hf_config import CheckpointError, Fields, layer_layout, refuse_options, rope_config, text_of
 from dflash_jax.config import Eagle3Config, MTPConfig
 
 EAGLE3_BLOCK = 8  # anchor and 7 drafts: EAGLE-3 is trained with 7 steps of its own drafts
@@ -133,15 +133,11 @@ def mtp_config(hf: Mapping[str, Any]) -> MTPConfig:
     Raises:
         CheckpointError: an option that is not built, or all missing fields.
     """
-    text = hf.get("text_config", hf)
-    fields = Fields(text, "text_config." if text is not hf else "")
+    text = text_of(hf)
+    fields = Fields(text)
     neutral = {"hidden_act": ("silu",), "attn_output_gate": (True,), "attention_bias": (False,)}
-    refuse_options(text, {**neutral, "mtp_use_dedicated_embeddings": (False,)}, fields.prefix)
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    fraction = rope.pop("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
-    plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}  # of text, all axes agree
+    refuse_options(text, {**neutral, "mtp_use_dedicated_embeddings": (False,)})
     experts = fields.integer("num_experts", 0, least=0)
-    head = fields.integer("head_dim")
     values: dict[str, Any] = {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
@@ -149,11 +145,10 @@ def mtp_config(hf: Mapping[str, Any]) -> MTPConfig:
         "num_target_layers": fields.integer("num_hidden_layers"),
         "num_attention_heads": fields.integer("num_attention_heads"),
         "num_key_value_heads": fields.integer("num_key_value_heads"),
-        "head_dim": head,
-        "rotary_dim": int(head * fraction),
+        "head_dim": fields.integer("head_dim"),
         "rms_norm_eps": fields.number("rms_norm_eps"),
         "max_position_embeddings": fields.integer("max_position_embeddings"),
-        "rope": rope_config({"rope_theta": text.get("rope_theta"), "rope_parameters": plain}, fields),
+        "rope": rope_config(text, fields, partial=True),
         "num_experts": experts,
         "num_experts_per_tok": fields.integer("num_experts_per_tok", None if experts else 0),
         "norm_topk_prob": fields.flag("norm_topk_prob", True),

@@ -9,11 +9,22 @@ and that nobody here implements.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from dflash_jax.config import ROPE_TYPES, GptOssConfig, LayerType, MoeConfig, RopeConfig, TargetConfig
+from dflash_jax.config import (
+    ROPE_TYPES,
+    TARGET_CONFIGS,
+    GptOssConfig,
+    HybridConfig,
+    HybridMoeConfig,
+    LayerType,
+    MoeConfig,
+    RopeConfig,
+    TargetConfig,
+)
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", *HYBRIDS)
 DRAFTER_FIELDS = ("dflash_config", "speculators_model_type")
 DRAFTER_NAMES = ("DFlash", "Eagle", "Speculator", "DraftModel")
 
@@ -52,8 +63,33 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+MROPE = ("mrope_section", "mrope_interleaved")
+HYBRID_SIZES = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+HYBRID_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    "decoder_sparse_step": (1,),
+    "mamba_ssm_dtype": ("float32",),
+    "mlp_only_layers": ([],),
+    "use_sliding_window": (False,),
+}
 # What a family has of the options above (not in its list of refusals), and options that it alone refuses.
-FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {"qwen3_moe": ("num_experts",), "gpt_oss": ("num_local_experts",)}
+FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "qwen3_moe": ("num_experts",),
+    "gpt_oss": ("num_local_experts",),
+    **dict.fromkeys(HYBRIDS, ("partial_rotary_factor", "num_experts")),
+}
 FAMILY_NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "qwen3_moe": {
         "decoder_sparse_step": (1,),
@@ -62,6 +98,7 @@ FAMILY_NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "use_sliding_window": (False,),
     },
     "gpt_oss": {"attention_bias": (True,)},
+    **dict.fromkeys(HYBRIDS, HYBRID_NEUTRAL),
 }
 FP8_BLOCK = [128, 128]
 
@@ -152,8 +189,11 @@ def refuse_options(values: Mapping[str, Any], neutral: Mapping[str, tuple[Any, .
         raise CheckpointError(f"options that are not supported: {', '.join(wrong)}")
 
 
-def rope_config(values: Mapping[str, Any], fields: Fields) -> RopeConfig | None:
+def rope_config(values: Mapping[str, Any], fields: Fields, partial: bool = False) -> RopeConfig | None:
     """The rotary embedding of a config in either spelling; None (and the field remembered) where theta is nowhere.
+
+    ``partial``: the family turns a part of each head only, and its config says which (``partial_rotary_factor``); what
+    it says of M-RoPE's three axes makes no difference to text.
 
     Raises:
         CheckpointError: an unknown rope_type, a parameter that the type does not know, or two spellings that disagree.
@@ -177,7 +217,16 @@ def rope_config(values: Mapping[str, Any], fields: Fields) -> RopeConfig | None:
     thetas = {float(v) for v in (rope.pop("rope_theta", None), values.get("rope_theta")) if v is not None}
     if len(thetas) > 1:
         raise CheckpointError(f"rope_theta is given twice with different values: {sorted(thetas)}")
-    refuse_options({"partial_rotary_factor": rope.pop("partial_rotary_factor", None)}, NEUTRAL, "rope ")
+    shares = {
+        v for v in (rope.pop("partial_rotary_factor", None), values.get("partial_rotary_factor")) if v is not None
+    }
+    if not partial:
+        refuse_options({"partial_rotary_factor": next(iter(shares), None)}, NEUTRAL, "rope ")
+        shares = {1.0}
+    elif len(shares) > 1:
+        raise CheckpointError(f"partial_rotary_factor is given twice with different values: {sorted(shares)}")
+    for name in MROPE if partial else ():
+        rope.pop(name, None)
     rope.pop("finetuned", None)
     unknown = sorted(set(rope) - set(ROPE_FIELDS[kind]))
     if unknown:
@@ -191,10 +240,11 @@ def rope_config(values: Mapping[str, Any], fields: Fields) -> RopeConfig | None:
     lacking = [] if thetas else ["rope_theta (or rope_parameters.rope_theta)"]
     needed = ROPE_FIELDS[kind][: {"default": 0, "linear": 1, "llama3": 4, "yarn": 2}[kind]]
     lacking += [f"{name} of rope_type {kind!r}" for name in needed if name not in rope]
+    lacking += [] if shares else ["partial_rotary_factor"]
     if lacking:
         fields.missing += lacking
         return None
-    return RopeConfig(rope_theta=thetas.pop(), rope_type=kind, **rope)
+    return RopeConfig(rope_theta=thetas.pop(), rope_type=kind, partial_rotary_factor=float(shares.pop()), **rope)
 
 
 def layer_layout(values: Mapping[str, Any], layers: int) -> tuple[tuple[LayerType, ...], int | None]:
@@ -238,6 +288,21 @@ def drafter_marks(hf: Mapping[str, Any]) -> list[str]:
     names = [str(name) for name in hf.get("architectures") or ()]
     marked = [name for name in names if any(mark in name for mark in DRAFTER_NAMES)]
     return marked + [name for name in DRAFTER_FIELDS if name in hf]
+
+
+def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json, where a multimodal one keeps it apart, under the family's name."""
+    inner = hf.get("text_config")
+    if not isinstance(inner, dict):
+        inner = {}
+    family = hf.get("model_type")
+    if isinstance(family, str) and family.removesuffix("_text") in HYBRIDS:
+        family = family.removesuffix("_text")
+        ties = [part["tie_word_embeddings"] for part in (hf, inner) if part.get("tie_word_embeddings") is not None]
+        if len(set(ties)) > 1:
+            raise CheckpointError("tie_word_embeddings of the config and of its text_config disagree")
+        return {**hf, **inner, "model_type": family, **({"tie_word_embeddings": ties[0]} if ties else {})}
+    return hf
 
 
 def check_model_type(hf: Mapping[str, Any]) -> str:
@@ -309,10 +374,13 @@ def target_config(hf: Mapping[str, Any], vocab_rows: int | None = None) -> Targe
     Raises:
         CheckpointError: another family, an option that is not built, or the list of all missing fields.
     """
+    hf = text_of(hf)
     family = check_model_type(hf)
     neutral = {name: harmless for name, harmless in NEUTRAL.items() if name not in FAMILY_OPTIONS.get(family, ())}
     refuse_options(hf, {**neutral, **FAMILY_NEUTRAL.get(family, {})})
     check_quantisation(hf, family)
+    if family in HYBRIDS:
+        return hybrid_config(hf, vocab_rows)
     fields = Fields(hf)
     hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     heads, vocab = fields.integer("num_attention_heads"), fields.integer("vocab_size")
@@ -360,10 +428,51 @@ def target_config(hf: Mapping[str, Any], vocab_rows: int | None = None) -> Targe
         raise CheckpointError(str(error)) from error
 
 
+def hybrid_config(hf: Mapping[str, Any], vocab_rows: int | None) -> HybridConfig:
+    """``target_config`` of Qwen3-Next and Qwen3.5, whose options have been looked at."""
+    fields, family = Fields(hf), str(hf["model_type"])
+    mixture = TARGET_CONFIGS[family] is HybridMoeConfig
+    vocab, layers = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
+    types = hf.get("layer_types")
+    if types is None:
+        interval = fields.integer("full_attention_interval")
+        types = ["linear_attention" if (i + 1) % max(interval, 1) else "full_attention" for i in range(layers)]
+    given: dict[str, Any] = {
+        "intermediate_size": fields.integer("intermediate_size", 0 if mixture else None),
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": rope_config(hf, fields, partial=True),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+    }
+    given |= {name: fields.integer(name) for name in HYBRID_SIZES}
+    if mixture:
+        # Qwen3.5 has no norm_topk_prob: its weights always sum to one.
+        given["norm_topk_prob"] = family != "qwen3_next" or fields.flag("norm_topk_prob", True)
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
+            given[name] = fields.integer(name)
+    if fields.missing:
+        raise CheckpointError(f"config.json lacks {', '.join(fields.missing)}")
+    try:
+        return cast(type[HybridConfig], TARGET_CONFIGS[family])(
+            model_type=family,
+            vocab_size=vocab,
+            vocab_rows=vocab if vocab_rows is None else vocab_rows,
+            num_hidden_layers=layers,
+            layer_types=tuple(types),
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=True,
+            sliding_window=None,
+            **given,
+        )
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(str(error)) from error
+
+
 def eos_token_ids(hf: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """All ids that end a text: config.json's, then generation_config.json's, each one number, a list or null."""
     found: list[int] = []
-    for source in (hf, generation):
+    for source in (text_of(hf), generation):
         value = source.get("eos_token_id")
         found += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(int(i) for i in found))

@@ -39,6 +39,7 @@ from dflash_jax.sharding import Mesh, make_mesh
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 DTYPE_NAMES = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
+MANY = 4  # tensors left out for one reason that are named one by one
 Config = TargetConfig | AnyDrafterConfig
 MTP = "mtp"  # the drafter that lies in the target's own folder
 
@@ -74,8 +75,16 @@ class Opened:
     found: rules.Matched | Record
 
     def notes(self) -> tuple[str, ...]:
-        """One line for every tensor that is left out for a reason worth saying."""
-        return tuple(f"{self.folder.name}: skipped {name}: {why}" for name, why in self.found.skipped.items() if why)
+        """A line for every tensor that is left out for a reason worth saying, or for all that share one."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.found.skipped.items():
+            if why:
+                by_reason.setdefault(why, []).append(name)
+        return tuple(
+            f"{self.folder.name}: skipped {listed}: {why}"
+            for why, names in by_reason.items()
+            for listed in (names if len(names) <= MANY else [f"{len(names)} tensors, {names[0]} ... {names[-1]}"])
+        )
 
 
 def resolve(path: str | Path) -> Path:
@@ -129,7 +138,7 @@ def open_target(folder: Path) -> Opened:
     hf = read_json(folder / OURS)
     cfg = target_config(hf)
     shelf = open_shelf(folder)
-    embed = shelf.tensors.get("model.embed_tokens.weight")
+    embed = next((t for t in shelf if rules.plain_name(t.name, cfg) == "model.embed_tokens.weight"), None)
     if embed is not None and embed.shape:
         cfg = dataclasses.replace(cfg, vocab_rows=max(cfg.vocab_size, embed.shape[0]))
     head = shelf.tensors.get("lm_head.weight")

@@ -1,9 +1,10 @@
 """One table a family: Hugging Face name <-> parameter path <-> transform, read both ways.
 
-A transform only reshapes and transposes, so that loading is a view of the file and saving is exact. Torch linear
-weights are [out, in]; ours are [in, out] with heads apart.
+A transform only moves values, so that saving is exact; nearly all are views of the file. Torch linear weights are
+[out, in]; ours are [in, out] with heads apart.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,10 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.derived import Stored, dequantised, take
+from convert.derived import Stack, Stored, dequantised, take
 from convert.hf_config import CheckpointError
 from convert.tensors import DTYPES, Shelf, Tensor
-from dflash_jax.config import AnyDrafterConfig, DrafterConfig, Eagle3Config, MTPConfig, TargetConfig
+from dflash_jax.config import (
+    AnyDrafterConfig,
+    DrafterConfig,
+    Eagle3Config,
+    HybridConfig,
+    MTPConfig,
+    TargetConfig,
+)
 from dflash_jax.params import Leaf, flatten, leaves_of
 
 Shape = tuple[int, ...]
@@ -47,6 +55,33 @@ HEADS_OUT = Transform(
 )
 # [N * H] <-> [N, H]
 HEAD_BIAS = Transform(lambda s: (s[0] * s[1],), lambda w, s: w.reshape(s), lambda w: w.reshape(-1))
+
+
+def by_key_head(groups: int, sizes: tuple[int, ...]) -> Transform:
+    """Rows of several parts one below the other, each split by key head, <-> [rest, G, sizes side by side]: part i has
+    ``groups`` x sizes[i] rows. In files Q, K and V follow each other; here what belongs to a key head does."""
+
+    def load(w: NDArray, shape: Shape) -> NDArray:
+        ends = np.cumsum([groups * size for size in sizes])[:-1]
+        parts = [part.reshape(groups, -1, w.shape[-1]) for part in np.split(w.reshape(-1, w.shape[-1]), ends)]
+        return np.concatenate(parts, axis=1)
+
+    def save(w: NDArray) -> NDArray:
+        parts = np.split(w, np.cumsum(sizes)[:-1], axis=1)
+        return np.concatenate([part.reshape(-1, w.shape[-1]) for part in parts])
+
+    return Transform(
+        lambda s: (s[1] * s[2], s[0]), lambda w, s: load(w, s).transpose(2, 0, 1), lambda w: save(w.transpose(1, 2, 0))
+    )
+
+
+def convolution(projection: Transform) -> Transform:
+    """The same rows of a depthwise convolution [C, 1, kernel] <-> [G, c, kernel]."""
+    return Transform(
+        lambda s: (s[0] * s[1], 1, s[2]),
+        lambda w, s: projection.load(w[:, 0], s).transpose(1, 2, 0),
+        lambda w: projection.save(w.transpose(2, 0, 1))[:, None],
+    )
 
 
 # [E, 2 F, D] <-> [E, D, 2, F], and [2 F, D] <-> [D, 2, F]
@@ -115,6 +150,26 @@ def layer_rules(prefix: str) -> tuple[Rule, ...]:
     return tuple(Rule(f"{prefix}layers.{{}}.{hf}", f"layers.{{}}.{path}", how) for hf, path, how in table)
 
 
+def delta_rules(cfg: HybridConfig, prefix: str) -> tuple[Rule, ...]:
+    """The gated delta nets of a hybrid."""
+    wide = cfg.linear_num_value_heads // cfg.linear_num_key_heads * cfg.linear_value_head_dim
+    rows = by_key_head(cfg.linear_num_key_heads, (cfg.linear_key_head_dim, cfg.linear_key_head_dim, wide))
+    table = (
+        ("in_proj_qkv.weight", "delta_qkv", rows),
+        ("in_proj_z.weight", "delta_z", HEADS),
+        ("in_proj_b.weight", "delta_b", HEADS),
+        ("in_proj_a.weight", "delta_a", HEADS),
+        ("in_proj_qkvz.weight", "delta_qkvz", HEADS),
+        ("in_proj_ba.weight", "delta_ba", HEADS),
+        ("conv1d.weight", "delta_conv", convolution(rows)),
+        ("A_log", "a_log", SAME),
+        ("dt_bias", "dt_bias", SAME),
+        ("norm.weight", "delta_norm", SAME),
+        ("out_proj.weight", "delta_out", HEADS_OUT),
+    )
+    return tuple(Rule(f"{prefix}layers.{{}}.linear_attn.{hf}", f"layers.{{}}.{path}", how) for hf, path, how in table)
+
+
 DENSE = (
     Rule("model.embed_tokens.weight", "embed", SAME),
     Rule("model.norm.weight", "final_norm", SAME),
@@ -161,6 +216,9 @@ TABLES: Mapping[str, tuple[Rule, ...]] = {
     "llama": DENSE,
     "qwen2": DENSE,
     "qwen3": DENSE,
+    "qwen3_5": DENSE,
+    "qwen3_5_moe": DENSE,
+    "qwen3_next": DENSE,
     "qwen3_moe": DENSE,
     "gpt_oss": GPT_OSS,
     "dflash": DFLASH,
@@ -170,6 +228,10 @@ TABLES: Mapping[str, tuple[Rule, ...]] = {
 
 BUFFERS = Skip(r"(.*\.)?rotary_emb\.inv_freq", None)
 TIED_HEAD = Skip(r"lm_head\.weight", "the head is tied to the embedding (tie_word_embeddings), as the config says")
+HYBRID_SKIPS = (
+    Skip(r"model\.visual\..*", "the vision tower; this model is text only"),
+    Skip(r"mtp\..*", "the native MTP head, a drafter of its own"),
+)
 # Stands among what was skipped where a file's weights are quantised: the field of config.json that says so.
 QUANTISATION = "quantization_config"
 DRAFTER_SKIPS = (
@@ -181,6 +243,7 @@ DRAFTER_SKIPS = (
 WHOLE = Skip(r"d2t", "the draft vocabulary is the whole one")
 FULL_VOCABULARY_SKIPS = (Skip(r"lm_head\.weight", "a frozen copy of the target's head"), WHOLE)
 EAGLE3_SKIPS = (BUFFERS, Skip(r"t2d", "follows from d2t"), Skip(r"verifier_.*", "belongs to training"))
+WRAPPED = "model.language_model."  # where Qwen3.5's multimodal files have their text model
 # Other spellings of drafter names, tried in this order; each is met in the wild.
 ALIASES = (
     (r"^model\.", ""),
@@ -227,6 +290,8 @@ class Matched:
 def rules_of(cfg: TargetConfig | AnyDrafterConfig) -> dict[str, tuple[Rule, str, Leaf]]:
     """{parameter path: (rule, Hugging Face name, leaf)} of a model, in the order of its declaration."""
     table = TABLES[cfg.model_type if isinstance(cfg, TargetConfig) else cfg.method]
+    if isinstance(cfg, HybridConfig):
+        table += delta_rules(cfg, "model.")
     by_path = {rule.path: rule for rule in table}
     found = {}
     for path, leaf in flatten(leaves_of(cfg)).items():
@@ -240,7 +305,8 @@ def rules_of(cfg: TargetConfig | AnyDrafterConfig) -> dict[str, tuple[Rule, str,
 def skips_of(cfg: TargetConfig | AnyDrafterConfig, speculators: bool) -> tuple[Skip, ...]:
     """What a file of this model may hold beside its parameters."""
     if isinstance(cfg, TargetConfig):
-        return (BUFFERS, TIED_HEAD) if cfg.tie_word_embeddings else (BUFFERS,)
+        extra = HYBRID_SKIPS if isinstance(cfg, HybridConfig) else ()
+        return (BUFFERS, TIED_HEAD, *extra) if cfg.tie_word_embeddings else (BUFFERS, *extra)
     if isinstance(cfg, Eagle3Config):
         return EAGLE3_SKIPS if cfg.draft_vocab_size < cfg.vocab_size else (*EAGLE3_SKIPS, WHOLE)
     if isinstance(cfg, MTPConfig):
@@ -251,12 +317,21 @@ def skips_of(cfg: TargetConfig | AnyDrafterConfig, speculators: bool) -> tuple[S
 
 
 def plain_name(name: str, cfg: TargetConfig | AnyDrafterConfig) -> str:
-    """A drafter's tensor name without the prefixes that some exports add."""
+    """A tensor's name without the prefixes that some exports and multimodal wrappers add."""
+    if isinstance(cfg, HybridConfig):
+        return name.replace(WRAPPED, "model.", 1) if name.startswith(WRAPPED) else name
     if isinstance(cfg, TargetConfig):
         return name
     for pattern, replacement in ALIASES:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def wrapped(taken: Stored, cfg: TargetConfig | AnyDrafterConfig) -> Stored:
+    """A stack under the name that its pieces have in the file, wrapper included."""
+    if isinstance(taken, Stack) and plain_name(taken.parts[0].name, cfg) != taken.parts[0].name:
+        return dataclasses.replace(taken, name=taken.name.replace("model.", WRAPPED, 1))
+    return taken
 
 
 def match(shelf: Shelf, cfg: TargetConfig | AnyDrafterConfig, speculators: bool = False) -> Matched:
@@ -289,7 +364,7 @@ def match(shelf: Shelf, cfg: TargetConfig | AnyDrafterConfig, speculators: bool 
             continue
         if taken.dtype not in (IDS if path == "d2t" else FLOATS):
             faults.append(f"wrong dtype: {taken.name} is {taken.dtype}")
-        sources[path] = Source(path, taken, rule, leaf)
+        sources[path] = Source(path, wrapped(taken, cfg), rule, leaf)
     skipped: dict[str, str | None] = {}
     unknown = []
     for name, left in there.items():

@@ -47,6 +47,7 @@ from convert.load import (
 )
 from convert.tensors import DTYPES, INDEX, NAMES, SINGLE, contiguous
 from dflash_jax import checkpoint
+from dflash_jax.params import FLOAT32
 
 GROUP_BYTES = 64 << 20  # small tensors are appended together up to this
 SHARD_BYTES = 5_000_000_000
@@ -227,12 +228,17 @@ def write_arrays(path: Path, part: str, opened: Opened, cast: Any, progress: Pro
     return total
 
 
+def is_kept(path: str) -> bool:
+    """Whether a parameter keeps its dtype where a model is converted to another."""
+    return path.split(".")[-1] in FLOAT32
+
+
 def array_of(source: rules.Source, stored: Any, cast: Any) -> NDArray:
     """A parameter in our layout: the mapped file itself where nothing changes, else a copy. ``stored``: the model's
     dtype, which weights get that were quantised."""
     view = source.view()
     kept = stored if source.tensor.quantised else view.dtype
-    dtype = DTYPES["I32"] if source.path == "d2t" else kept if cast is None else cast
+    dtype = DTYPES["I32"] if source.path == "d2t" else kept if cast is None or is_kept(source.path) else cast
     return view if view.flags.c_contiguous and view.dtype == dtype else contiguous(view, dtype)
 
 
@@ -309,7 +315,7 @@ def plan_shards(record: Record) -> list[list[Written]]:
     size = 0
     for path, (rule, _, leaf) in rules.rules_of(record.config).items():
         was = record.dtypes[path]
-        kind = was if record.cast is None or path == "d2t" else NAMES[DTYPE_NAMES[record.cast]]
+        kind = was if record.cast is None or path == "d2t" or is_kept(path) else NAMES[DTYPE_NAMES[record.cast]]
         item = Written(path, rule, record.names[path], rule.transform.shape(leaf.shape), kind)
         if shards[-1] and size + item.nbytes > SHARD_BYTES:
             shards.append([])

@@ -6,7 +6,16 @@ pages of a row, V vocabulary, Vd draft vocabulary, D hidden, Dt the target's hid
 heads, H head_dim, L layers, K tapped target layers.
 """
 
-from dflash_jax.config import DrafterConfig, GptOssConfig, MoeConfig, RopeConfig, TargetConfig, pair
+from dflash_jax.config import (
+    DrafterConfig,
+    GptOssConfig,
+    HybridConfig,
+    HybridMoeConfig,
+    MoeConfig,
+    RopeConfig,
+    TargetConfig,
+    pair,
+)
 from dflash_jax.generate import Generation, generate, row_key, row_sampling
 from dflash_jax.sharding import make_mesh
 from dflash_jax.step import Model, ModelParams, StepState, decode_step, new_state, prefill_step
@@ -15,6 +24,8 @@ __all__ = [
     "DrafterConfig",
     "Generation",
     "GptOssConfig",
+    "HybridConfig",
+    "HybridMoeConfig",
     "Model",
     "ModelParams",
     "MoeConfig",

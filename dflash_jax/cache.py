@@ -1,10 +1,12 @@
-"""Paged K/V: the pool of one model, what a step may read of it, and the rows on their way into it.
+"""Paged K/V: the pool of one model, what a step may read of it, and the rows on their way into it; and the states of
+recurrent layers, which stand in slots beside it.
 
 Both models' pools share page ids and lengths: a position that is valid in one is valid in the other. A
 rejected draft leaves no trace because its rows are never written.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,8 +16,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dflash_jax.sharding import sharding_of
-from pallas_kernels import block_attention, inject_kv
+from pallas_kernels import block_attention, fold_delta, gated_delta, inject_kv
 from pallas_kernels import resolve as resolve  # for what stands above this package
+from pallas_kernels.gated_delta import CHUNK as CHUNK  # the longest block of which a prefix can be kept
+from pallas_kernels.gated_delta import Record as DeltaRecord
 from pallas_kernels.inject_kv import Finish
 
 
@@ -32,8 +36,42 @@ class PagedKV(struct.PyTreeNode):
         return int(self.k[0].shape[0]) if self.k else 0
 
 
+@dataclass(frozen=True)
+class Delta:
+    """The recurrent state of a row of a model: ``layers`` gated delta nets, ``groups`` key heads of ``key`` dimensions
+    and ``heads`` value heads of ``value`` each, behind a causal convolution of ``kernel`` rows."""
+
+    layers: int = 0
+    groups: int = 1
+    heads: int = 1
+    key: int = 0
+    value: int = 0
+    kernel: int = 1
+
+    @property
+    def channels(self) -> int:
+        """Convolved channels of a key head: its query, its key, the values of its heads."""
+        return 2 * self.key + self.heads // self.groups * self.value
+
+
+class Recurrent(struct.PyTreeNode):
+    """The states of all rows in S slots, a layer each: conv [S, kernel - 1, G, channels], the last raw rows before the
+    convolution; delta float32 [S, N, K, V]. A row of length 0 is in the zero state, whatever its slot holds."""
+
+    conv: tuple[Array, ...]
+    delta: tuple[Array, ...]
+
+
+class Record(struct.PyTreeNode):
+    """What a recurrent layer needs to keep a prefix of a block: raw [B, T, G, channels], and what is folded."""
+
+    raw: Array
+    delta: DeltaRecord
+
+
 class View(struct.PyTreeNode):
-    """What one step may read: the pool through a page table int32 [B, P], up to lengths int32 [B].
+    """What one step may read: the pool through a page table int32 [B, P], up to lengths int32 [B]; and the recurrent
+    states (None: the model has none) of the slots int32 [B].
 
     held: K/V [B, S, 2, G, H] of each layer behind the cached ones that will not be cached, as a drafter's own guesses
     (none: ()). since: positions below are never seen.
@@ -43,6 +81,8 @@ class View(struct.PyTreeNode):
     table: Array
     lengths: Array
     kernels: str = struct.field(pytree_node=False)
+    recurrent: Recurrent | None = None
+    slots: Array | None = None
     held: tuple[Array, ...] = ()
     since: int = struct.field(pytree_node=False, default=0)
 
@@ -82,6 +122,21 @@ def empty(layers: int, slots: int, page: int, kv_heads: int, head_dim: int, dtyp
         return tuple(jnp.zeros(shape, dtype, device=place) for _ in range(layers))
 
     return PagedKV(k=pool(), v=pool(), page=page)
+
+
+def no_states(shape: Delta, slots: int, dtype: jnp.dtype, mesh: Mesh | None = None) -> Recurrent:
+    """Zero states in ``slots`` slots, heads split over the mesh's model axis."""
+
+    def layers(axes: tuple[str, ...], sizes: tuple[int, ...], dtype: jnp.dtype) -> tuple[Array, ...]:
+        place = mesh and sharding_of(axes, sizes, mesh)
+        return tuple(jnp.zeros(sizes, dtype, device=place) for _ in range(shape.layers))
+
+    conv = (slots, shape.kernel - 1, shape.groups, shape.channels)
+    delta = (slots, shape.heads, shape.key, shape.value)
+    return Recurrent(
+        conv=layers(("slots", "kernel", "key_heads", "head"), conv, dtype),
+        delta=layers(("slots", "value_heads", "head", "head"), delta, jnp.dtype(jnp.float32)),
+    )
 
 
 def slots_of(kv: PagedKV, table: Array, positions: Array, keep: Array) -> Array:
@@ -139,6 +194,50 @@ def commit(cache: PagedKV, rows: Rows, slots: Array, kernels: str = "reference")
     groups = [kv.reshape(flat.size, *kv.shape[2:]) for kv in rows.kv]
     written = inject_kv(list(zip(cache.k, cache.v, strict=True)), groups, flat, finish, implementation=kernels)
     return cache.replace(k=tuple(k for k, _ in written), v=tuple(v for _, v in written))
+
+
+def states_of(view: View) -> tuple[Recurrent, Array, Array]:
+    """The states that a view reads, their slots int32 [B], and which rows have one yet (bool [B])."""
+    if view.recurrent is None or view.slots is None:
+        raise ValueError("the model has recurrent layers, and the view holds no states")
+    return view.recurrent, view.slots, view.lengths > 0
+
+
+def recent(view: View, layer: int) -> Array:
+    """The raw rows [B, kernel - 1, G, channels] before a block."""
+    recurrent, slots, started = states_of(view)
+    return latest(recurrent.conv[layer], slots, started)
+
+
+def latest(conv: Array, slots: Array, started: Array) -> Array:
+    """The rows of slots; zero where nothing has started."""
+    return jnp.where(started[:, None, None, None], conv.at[slots].get(mode="clip"), 0)
+
+
+def delta_rule(
+    view: View, layer: int, q: Array, k: Array, v: Array, beta: Array, decay: Array
+) -> tuple[Array, DeltaRecord]:
+    """The gated delta rule of a block behind the layer's states, which stay as they are: see ``gated_delta``."""
+    recurrent, slots, started = states_of(view)
+    states = recurrent.delta[layer]
+    return gated_delta(q, k, v, beta, decay, states, slots, started, implementation=view.kernels)
+
+
+def fold(view: View, records: tuple[Record, ...], slots: Array, count: Array) -> Recurrent:
+    """The states that the view has read, with the first ``count`` int32 [B] rows of its block folded in, in ``slots``
+    int32 [B]. A row without any stays as it is."""
+    if not records:
+        return Recurrent((), ())
+    recurrent, source, started = states_of(view)
+    conv, delta = [], []
+    for held, states, record in zip(recurrent.conv, recurrent.delta, records, strict=True):
+        rows = jnp.concatenate([latest(held, source, started), record.raw.astype(held.dtype)], axis=1)
+        kept = count[:, None] + jnp.arange(held.shape[1])
+        rows = jnp.take_along_axis(rows, kept[..., None, None], axis=1)
+        where = jnp.where(count > 0, slots, held.shape[0])
+        conv.append(held.at[where].set(rows, mode="drop"))
+        delta.append(fold_delta(states, source, started, slots, record.delta, count, implementation=view.kernels))
+    return Recurrent(tuple(conv), tuple(delta))
 
 
 def bytes_of(tree: Any) -> int:

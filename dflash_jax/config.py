@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-LayerType = Literal["full_attention", "sliding_attention"]
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 C = TypeVar("C", bound="TargetConfig | DrafterConfig | Eagle3Config | MTPConfig")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding over the full head (half-split pairs). ``None`` marks a parameter that ``rope_type`` lacks."""
+    """Rotary embedding (half-split pairs). ``None`` marks a parameter that ``rope_type`` lacks.
+
+    ``partial_rotary_factor``: the share of a head's dimensions that turns, the first ones.
+    """
 
     rope_theta: float
     rope_type: str = "default"
@@ -28,12 +31,15 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type {self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
         if self.rope_theta <= 0:
             raise ValueError(f"rope_theta must be positive, got {self.rope_theta}")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(f"partial_rotary_factor must be in 0 .. 1, got {self.partial_rotary_factor}")
         needed = {
             "default": (),
             "linear": ("factor",),
@@ -116,8 +122,45 @@ class GptOssConfig(MoeConfig):
     swiglu_limit: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(TargetConfig):
+    """Qwen3.5: gated delta nets (``linear_attention``) beside attention with an output gate; zero-centred norms."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    @property
+    def grouped_projections(self) -> bool:
+        """Whether files hold the projections of a delta net as two tensors grouped by key head (Qwen3-Next)."""
+        return self.model_type == "qwen3_next"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of "
+                f"linear_num_key_heads {self.linear_num_key_heads}"
+            )
+        if self.linear_conv_kernel_dim < 2:
+            raise ValueError(f"linear_conv_kernel_dim must be at least 2, got {self.linear_conv_kernel_dim}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMoeConfig(HybridConfig, MoeConfig):
+    """Qwen3-Next and Qwen3.5-MoE: the same with experts."""
+
+
 # The classes of targets by model_type; a family that is not named here is dense.
-TARGET_CONFIGS: Mapping[str, type[TargetConfig]] = {"qwen3_moe": MoeConfig, "gpt_oss": GptOssConfig}
+TARGET_CONFIGS: Mapping[str, type[TargetConfig]] = {
+    "gpt_oss": GptOssConfig,
+    "qwen3_5": HybridConfig,
+    "qwen3_5_moe": HybridMoeConfig,
+    "qwen3_moe": MoeConfig,
+    "qwen3_next": HybridMoeConfig,
+}
 
 
 @dataclass(frozen=True)
@@ -246,8 +289,8 @@ class MTPConfig:
     gated attention, drafting token by token with the target's embedding and head.
 
     ``num_experts`` 0 is a dense feed-forward of ``intermediate_size``, else a mixture as the target's, with a shared
-    expert. ``rope`` turns the first ``rotary_dim`` values of a head. ``mtp_hidden`` says which of the target's hidden
-    states it was trained on: after the final norm (as released) or before. ``block_size`` counts the anchor.
+    expert. ``mtp_hidden`` says which of the target's hidden states it was trained on: after the final norm (as
+    released) or before. ``block_size`` counts the anchor.
     """
 
     vocab_size: int
@@ -257,7 +300,6 @@ class MTPConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rotary_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
@@ -278,8 +320,6 @@ class MTPConfig:
             raise ValueError(f"a multi-token-prediction head of {self.num_hidden_layers} layers is not supported")
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size}")
-        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ValueError(f"rotary_dim {self.rotary_dim} is not an even part of head_dim {self.head_dim}")
         if self.mtp_hidden not in ("post_norm", "pre_norm"):
             raise ValueError(f"mtp_hidden must be post_norm or pre_norm, got {self.mtp_hidden!r}")
         if not self.num_experts and self.intermediate_size < 1:
@@ -303,9 +343,10 @@ def check_attention(cfg: TargetConfig | DrafterConfig | Eagle3Config) -> None:
     check_heads(cfg)
     if len(cfg.layer_types) != cfg.num_hidden_layers:
         raise ValueError(f"layer_types has {len(cfg.layer_types)} entries for {cfg.num_hidden_layers} layers")
-    unknown = sorted(set(cfg.layer_types) - {"full_attention", "sliding_attention"})
+    known = {"full_attention", "linear_attention" if isinstance(cfg, HybridConfig) else "sliding_attention"}
+    unknown = sorted(set(cfg.layer_types) - known)
     if unknown:
-        raise ValueError(f"layer_types holds {', '.join(unknown)}; only full_attention and sliding_attention are known")
+        raise ValueError(f"layer_types holds {', '.join(unknown)}; only {' and '.join(sorted(known))} are known")
     if "sliding_attention" in cfg.layer_types and not (cfg.sliding_window and cfg.sliding_window > 0):
         raise ValueError(f"sliding_attention layers need a positive sliding_window, got {cfg.sliding_window}")
 

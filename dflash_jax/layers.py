@@ -82,7 +82,7 @@ def yarn_frequencies(rope: RopeConfig, inverse: np.ndarray, head_dim: int) -> np
 
 
 def rope_table(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
-    """cos and sin, float32 [..., H / 2], of absolute positions int32 [...]."""
-    inverse, scale = inverse_frequencies(rope, head_dim)
+    """cos and sin, float32 [..., r / 2], of absolute positions int32 [...]; r of the head's dimensions turn."""
+    inverse, scale = inverse_frequencies(rope, int(head_dim * rope.partial_rotary_factor))
     angles = positions[..., None].astype(jnp.float32) * inverse
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale

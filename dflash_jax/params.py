@@ -21,6 +21,8 @@ from dflash_jax.config import (
     DrafterConfig,
     Eagle3Config,
     GptOssConfig,
+    HybridConfig,
+    LayerType,
     MoeConfig,
     MTPConfig,
     TargetConfig,
@@ -106,26 +108,63 @@ def expert_leaves(cfg: MoeConfig | MTPConfig, bias: bool) -> Params:
     return leaves
 
 
+def delta_leaves(cfg: HybridConfig) -> Params:
+    """A gated delta net of G key heads, each with s = N / G value heads; K and V their dimensions.
+
+    Projections and convolution are grouped by key head, so that a split over devices keeps what belongs together:
+    delta_qkv [D, G, 2 K + s V], delta_z [D, G, s V], delta_b and delta_a [D, G, s], or, as some files have them, two
+    arrays with the last dimensions side by side; delta_conv [G, 2 K + s V, kernel]; delta_out [N, V, D].
+    """
+    dim, groups, heads = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
+    share = heads // groups
+    wide = share * cfg.linear_value_head_dim
+    mixed = 2 * cfg.linear_key_head_dim + wide
+    sizes = {"delta_qkv": mixed, "delta_z": wide, "delta_b": share, "delta_a": share}
+    if cfg.grouped_projections:
+        sizes = {"delta_qkvz": mixed + wide, "delta_ba": 2 * share}
+    return {
+        **{name: Leaf((dim, groups, size), ("embed", "key_heads", "head")) for name, size in sizes.items()},
+        "delta_conv": Leaf((groups, mixed, cfg.linear_conv_kernel_dim), ("key_heads", "head", "kernel")),
+        "a_log": Leaf((heads,), ("value_heads",)),
+        "dt_bias": Leaf((heads,), ("value_heads",)),
+        "delta_norm": Leaf((cfg.linear_value_head_dim,), ("head",)),
+        "delta_out": Leaf((heads, cfg.linear_value_head_dim, dim), ("value_heads", "head", "embed")),
+    }
+
+
+def gated_attention_leaves(cfg: HybridConfig | MTPConfig) -> Params:
+    """Attention whose q [D, N, 2 H] holds each head's query, then its gate."""
+    leaves = attention_leaves(cfg, qkv_bias=False, o_bias=False, qk_norm=True)
+    q = leaves["q"]
+    return {**leaves, "q": Leaf((*q.shape[:2], 2 * cfg.head_dim), q.axes)}
+
+
 def norm_leaves(cfg: AnyConfig) -> Params:
     """The two norms of a decoder layer [D]."""
     return {name: Leaf((cfg.hidden_size,), ("embed",)) for name in ("input_norm", "post_norm")}
 
 
-def target_leaves(cfg: TargetConfig) -> Params:
-    """The declaration of a target. embed and head are [V, D]; a tied target has no head. gpt-oss has sinks [N]."""
-    dim, gpt_oss = cfg.hidden_size, isinstance(cfg, GptOssConfig)
-    layer = {
-        **norm_leaves(cfg),
-        **attention_leaves(cfg, cfg.qkv_bias, cfg.o_bias, cfg.qk_norm),
-        **(expert_leaves(cfg, gpt_oss) if isinstance(cfg, MoeConfig) else mlp_leaves(cfg, cfg.mlp_bias)),
-    }
+def layer_leaves(cfg: TargetConfig, kind: LayerType) -> Params:
+    """The declaration of one decoder layer of a target. gpt-oss has sinks [N]."""
+    gpt_oss = isinstance(cfg, GptOssConfig)
+    if isinstance(cfg, HybridConfig):
+        mixer = delta_leaves(cfg) if kind == "linear_attention" else gated_attention_leaves(cfg)
+    else:
+        mixer = attention_leaves(cfg, cfg.qkv_bias, cfg.o_bias, cfg.qk_norm)
     if gpt_oss:
-        layer["sinks"] = Leaf((cfg.num_attention_heads,), ("heads",))
+        mixer["sinks"] = Leaf((cfg.num_attention_heads,), ("heads",))
+    feed_forward = expert_leaves(cfg, gpt_oss) if isinstance(cfg, MoeConfig) else mlp_leaves(cfg, cfg.mlp_bias)
+    return {**norm_leaves(cfg), **mixer, **feed_forward}
+
+
+def target_leaves(cfg: TargetConfig) -> Params:
+    """The declaration of a target. embed and head are [V, D]; a tied target has no head."""
+    dim = cfg.hidden_size
     table = Leaf((cfg.vocab_rows, dim), ("vocab", "embed"))
     leaves = {
         "embed": table,
         "final_norm": Leaf((dim,), ("embed",)),
-        "layers": [dict(layer) for _ in range(cfg.num_hidden_layers)],
+        "layers": [layer_leaves(cfg, kind) for kind in cfg.layer_types],
     }
     return leaves if cfg.tie_word_embeddings else {**leaves, "head": table}
 
@@ -188,10 +227,9 @@ def mtp_leaves(cfg: MTPConfig) -> Params:
     dim = cfg.hidden_size
     layer = {
         **norm_leaves(cfg),
-        **attention_leaves(cfg, qkv_bias=False, o_bias=False, qk_norm=True),
+        **gated_attention_leaves(cfg),
         **(expert_leaves(cfg, bias=False) if cfg.num_experts else mlp_leaves(cfg, bias=False)),
     }
-    layer["q"] = Leaf((dim, cfg.num_attention_heads, 2 * cfg.head_dim), ("embed", "heads", "head"))
     return {
         "fc": Leaf((2 * dim, dim), ("taps", "embed")),
         "embedding_norm": Leaf((dim,), ("embed",)),
@@ -244,8 +282,12 @@ def unflatten(flat: Mapping[str, Any], cfg: AnyConfig) -> Params:
 
 
 def dtype_of(name: str, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of the parameter ``name`` in a model of ``dtype``: tables of ids stay integers."""
-    return jnp.dtype(jnp.int32) if name.split(".")[-1] == "d2t" else jnp.dtype(dtype)
+    """The dtype of the parameter ``name`` in a model of ``dtype``: tables of ids stay integers, and what float32 states
+    depend on stays float32."""
+    kind = name.split(".")[-1]
+    if kind == "d2t":
+        return jnp.dtype(jnp.int32)
+    return jnp.dtype(jnp.float32) if kind in FLOAT32 else jnp.dtype(dtype)
 
 
 def abstract(cfg: AnyConfig, dtype: jnp.dtype, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -257,7 +299,8 @@ def abstract(cfg: AnyConfig, dtype: jnp.dtype, mesh: Mesh) -> dict[str, jax.Shap
 
 
 def init(cfg: AnyConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
-    """Random parameters on the mesh: norms one, biases zero, matrices normal with variance 1 / fan-in."""
+    """Random parameters on the mesh: norms one (zero where they are zero-centred), biases zero, matrices normal with
+    variance 1 / fan-in."""
     flat = abstract(cfg, dtype, mesh)
     if "d2t" in flat:
         raise ValueError("a reduced draft vocabulary has no random initial value: its d2t comes from data")
@@ -266,14 +309,17 @@ def init(cfg: AnyConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
     made = {}
     for key, (name, spec) in zip(keys, flat.items(), strict=True):
         kind = name.split(".")[-1]
+        if isinstance(cfg, HybridConfig | MTPConfig) and kind in ZERO_CENTRED:
+            made[name] = random_leaf("bias", spec, 1, key)
+            continue
         made[name] = random_leaf(kind, spec, fan_in(kind, spec.shape, cfg.hidden_size), key)
     return unflatten(made, cfg)
 
 
 def fan_in(kind: str, shape: tuple[int, ...], dim: int) -> int:
     """Numbers that one output of the parameter ``kind`` sums over."""
-    if kind == "expert_down":
-        return shape[1]
+    if kind in ("expert_down", "delta_conv"):
+        return shape[-2 if kind == "expert_down" else -1]
     if kind in ("q", "k", "v"):
         return shape[0]
     return dim if kind in FROM_STREAM else math.prod(shape[:-1])
@@ -292,20 +338,21 @@ def random_leaf(kind: str, spec: jax.ShapeDtypeStruct, fan_in: int, key: Array) 
 
 
 def fuse_qkv(layer: Params, kv_heads: int, suffix: str = "") -> Array:
-    """q [.., N, H], k and v [.., G, H] -> [.., G, N/G + 2, H]: a KV head beside the query heads it serves."""
+    """q [.., N, H], k and v [.., G, H] -> [.., G, N/G + 2, H]: a KV head beside the query heads it serves. A gated q
+    [.., N, 2 H] counts as two heads, the query and its gate."""
     q, k, v = (layer[name + suffix] for name in "qkv")
-    grouped = q.reshape(*q.shape[:-2], kv_heads, -1, q.shape[-1])
+    grouped = q.reshape(*q.shape[:-2], kv_heads, -1, k.shape[-1])
     return jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
 
 
 def pack_layer(layer: Params, kv_heads: int) -> Params:
     """The runtime layout of one decoder layer."""
     packed = {k: v for k, v in layer.items() if k not in PLAIN}
-    head = layer["k"].shape[-1]
-    if layer["q"].shape[-1] == 2 * head:  # each head's query, then its gate
-        packed["q_gate"] = layer["q"][..., head:]
-        layer = {**layer, "q": layer["q"][..., :head]}
-    packed["qkv"] = fuse_qkv(layer, kv_heads)
+    if "q" in layer:
+        packed["qkv"] = fuse_qkv(layer, kv_heads)
+    projections = [layer[name] for name in DELTA if name in layer]
+    if projections:
+        packed["delta_in"] = jnp.concatenate(projections, axis=-1)
     if "gate" in layer:
         packed["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=1)
     if "q_bias" in layer:
@@ -315,16 +362,18 @@ def pack_layer(layer: Params, kv_heads: int) -> Params:
     return packed
 
 
-def unpack_layer(packed: Params) -> Params:
+def unpack_layer(packed: Params, declared: Mapping[str, Leaf]) -> Params:
     """The inverse of ``pack_layer``, bit for bit."""
     layer = {k: v for k, v in packed.items() if k not in FUSED}
     for fused, suffix in (("qkv", ""), ("qkv_bias", "_bias")):
         if fused in packed:
             group = packed[fused]
-            layer[f"q{suffix}"] = group[..., :-2, :].reshape(*group.shape[:-3], -1, group.shape[-1])
+            layer[f"q{suffix}"] = group[..., :-2, :].reshape(*group.shape[:-3], *declared[f"q{suffix}"].shape[-2:])
             layer[f"k{suffix}"], layer[f"v{suffix}"] = group[..., -2, :], group[..., -1, :]
-    if "q_gate" in packed:
-        layer["q"] = jnp.concatenate([layer["q"], packed["q_gate"]], axis=-1)
+    at = 0
+    for name in [name for name in DELTA if name in declared]:
+        layer[name] = packed["delta_in"][..., at : at + declared[name].shape[-1]]
+        at += declared[name].shape[-1]
     if "gate_up" in packed:
         layer["gate"], layer["up"] = packed["gate_up"][:, 0], packed["gate_up"][:, 1]
     if "gate_up_bias" in packed:
@@ -332,21 +381,41 @@ def unpack_layer(packed: Params) -> Params:
     return layer
 
 
+def centred(params: Params) -> Params:
+    """Zero-centred norms as they run, 1 + w in float32; w itself stays beside it, for export."""
+    norms = {name: params[name] for name in ZERO_CENTRED if name in params}
+    ones = {name: 1.0 + w.astype(jnp.float32) for name, w in norms.items()}
+    return {**params, **ones, **{f"{name}{AS_STORED}": w for name, w in norms.items()}}
+
+
+def as_stored(params: Params) -> Params:
+    """The inverse of ``centred``."""
+    stored = {name.removesuffix(AS_STORED): w for name, w in params.items() if name.endswith(AS_STORED)}
+    return {**{name: w for name, w in params.items() if not name.endswith(AS_STORED)}, **stored}
+
+
+# Projections of a delta net in the order in which they are fused; a family has the first two or the other four.
+DELTA = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a")
 # Parameters whose outputs sum over the residual stream, or that stand for it.
-FROM_STREAM = ("embed", "head", "expert_gate_up", "shared_gate_up", "shared_gate")
-PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias")
-FUSED = ("qkv", "qkv_bias", "q_gate", "gate_up", "gate_up_bias")
+FROM_STREAM = ("embed", "head", "expert_gate_up", "shared_gate_up", "shared_gate", *DELTA)
+PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias", *DELTA)
+FUSED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias", "delta_in")
+FLOAT32 = ("a_log", "delta_norm")
+# Of a hybrid and of its multi-token-prediction head.
+ZERO_CENTRED = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm", "embedding_norm", "hidden_norm")
+AS_STORED = "_as_stored"
 CONTEXT = ("context_kv", "context_kv_bias", "context_k_norm")
 # Logical axes of the arrays that only the packed layout has.
 PACKED_AXES = {
     "qkv": ("embed", "kv_heads", "heads_of_group", "head"),
     "qkv_bias": ("kv_heads", "heads_of_group", "head"),
-    "q_gate": ("embed", "heads", "head"),
     "gate_up": ("embed", "kv", "mlp"),
     "gate_up_bias": ("kv", "mlp"),
     "context_kv": ("embed", "layers", "kv", "kv_heads", "head"),
     "context_kv_bias": ("layers", "kv", "kv_heads", "head"),
     "context_k_norm": ("layers", "head"),
+    "delta_in": ("embed", "key_heads", "head"),
+    **{f"{name}{AS_STORED}": ("head" if name in ("q_norm", "k_norm") else "embed",) for name in ZERO_CENTRED},
 }
 
 
@@ -376,16 +445,20 @@ def pack(params: Params, cfg: AnyConfig, mesh: Mesh, consume: bool = False) -> P
     packed = {name: leaf for name, leaf in params.items() if name != "layers"}
     if isinstance(cfg, DrafterConfig):
         packed |= context_projection(params["layers"])
-    packed = map_named(placed, packed)
+    hybrid = isinstance(cfg, HybridConfig | MTPConfig)
+    packed = map_named(placed, centred(packed) if hybrid else packed)
     packed["layers"] = []
     for i, layer in enumerate(params["layers"]):
-        packed["layers"].append(map_named(placed, pack_layer(layer, cfg.num_key_value_heads), f"layers.{i}"))
+        fused = pack_layer(layer, cfg.num_key_value_heads)
+        packed["layers"].append(map_named(placed, centred(fused) if hybrid else fused, f"layers.{i}"))
         for name in set(PLAIN) & set(layer) if consume else ():
             layer[name].delete()
     return packed
 
 
-def unpack(packed: Params) -> Params:
+def unpack(packed: Params, cfg: AnyConfig) -> Params:
     """The inverse of ``pack``, bit for bit: for export."""
-    plain = {k: v for k, v in packed.items() if k not in CONTEXT}
-    return {**plain, "layers": [unpack_layer(layer) for layer in packed["layers"]]}
+    plain = {k: v for k, v in as_stored(packed).items() if k not in CONTEXT}
+    declared = leaves_of(cfg)["layers"]
+    layers = [unpack_layer(as_stored(p), leaves) for p, leaves in zip(packed["layers"], declared, strict=True)]
+    return {**plain, "layers": layers}

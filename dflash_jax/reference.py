@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from dflash_jax import sampling, targets
-from dflash_jax.cache import PagedKV, View
+from dflash_jax.cache import PagedKV, View, no_states
 from dflash_jax.config import TargetConfig
 from dflash_jax.params import Params
 from dflash_jax.sampling import RowSampling
@@ -23,10 +23,12 @@ def full_pass(params: Params, cfg: TargetConfig, tokens: Array) -> tuple[Hidden,
     layers, kv_heads, head_dim = target.cache_shape(cfg)
     nothing = jnp.zeros((1, kv_heads, head_dim), params["embed"].dtype)
     pages = PagedKV(k=(nothing,) * layers, v=(nothing,) * layers, page=1)
-    view = View(pages, jnp.zeros((rows, 1), jnp.int32), jnp.zeros((rows,), jnp.int32), "reference")
+    empty = jnp.zeros((rows,), jnp.int32)
+    states = no_states(target.state_shape(cfg), rows, nothing.dtype, None)
+    view = View(pages, empty[:, None], empty, "reference", recurrent=states, slots=jnp.arange(rows))
     valid = jnp.full((rows,), length, jnp.int32)
     hidden = target.forward(params, cfg, tokens, view.positions(length), valid, view, True)
-    return hidden, target.head(params, cfg, hidden.final)
+    return hidden.replace(records=()), target.head(params, cfg, hidden.final)
 
 
 draw = jax.jit(sampling.draw)

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax import cache, drafters, sampling, targets, verify
-from dflash_jax.cache import PagedKV, View
+from dflash_jax.cache import PagedKV, Recurrent, View
 from dflash_jax.config import AnyDrafterConfig, TargetConfig
 from dflash_jax.drafters import TargetIO
 from dflash_jax.sampling import HostArray, RowSampling
@@ -33,6 +33,11 @@ class Model:
     kernels: str
     top_logprobs: int = 0
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether the target keeps a state that only exists where a row stands: pages alone do not restore it."""
+        return targets.of(self.target).state_shape(self.target).layers > 0
+
 
 class ModelParams(struct.PyTreeNode):
     """Packed parameters of target and drafter (None without one)."""
@@ -45,13 +50,15 @@ class StepState(struct.PyTreeNode):
     """What the device keeps between steps; donated to every step.
 
     R row slots: lengths int32 [R] tokens in both caches, anchor int32 [R]; carry [R, C] is the drafter's after each
-    row's last token, carry_pages [pages, C] that after each page's last token (DFlash: both ()).
+    row's last token, carry_pages [pages, C] that after each page's last token (DFlash: both ());
+    recurrent the states of the target's recurrent layers, the first R slots being the rows'.
     """
 
     target: PagedKV
     drafter: PagedKV | None
     lengths: Array
     anchor: Array
+    recurrent: Recurrent
     carry: Any = ()
     carry_pages: Any = ()
 
@@ -120,6 +127,7 @@ def new_state(model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, 
         anchor=jnp.zeros((rows,), jnp.int32, device=replicated),
         carry=carries(rows),
         carry_pages=carries(pages),
+        recurrent=cache.no_states(targets.of(model.target).state_shape(model.target), rows, dtype, mesh),
     )
 
 
@@ -151,10 +159,12 @@ def decode_step(
 ) -> tuple[StepState, StepOutput]:
     """Draft ``block`` tokens (the anchor included), verify them in one causal pass, keep the longest confirmed prefix
     plus the target's next token. Emits count = accepted + 1 tokens a row."""
+    if model.recurrent and block > cache.CHUNK:
+        raise ValueError(f"a block of {block} tokens: a target with recurrent layers verifies at most {cache.CHUNK}")
     lengths = state.lengths.at[inputs.rows].get(mode="fill", fill_value=0)
     anchor = state.anchor.at[inputs.rows].get(mode="fill", fill_value=0)
     width = jnp.where(inputs.valid > 0, usable(model, block, lengths, inputs.width), 0)
-    view = View(state.target, inputs.table, lengths, model.kernels)
+    view = view_of(model, state, inputs, lengths)
     positions = view.positions(block)
     target = targets.of(model.target)
 
@@ -180,7 +190,7 @@ def prefill_step(
 
     The draw becomes the row's anchor; it is the first output token after the last chunk and meaningless before it.
     """
-    view = View(state.target, inputs.table, inputs.start, model.kernels)
+    view = view_of(model, state, inputs, inputs.start)
     positions = view.positions(inputs.tokens.shape[1])
     target = targets.of(model.target)
 
@@ -195,6 +205,11 @@ def prefill_step(
     state = advance(state, inputs.rows, inputs.start + inputs.valid, anchor)
     count = jnp.minimum(inputs.valid, 1)
     return state, output(model, logits, draws, count, count[:, None] > 0, inputs.logprobs)
+
+
+def view_of(model: Model, state: StepState, inputs: StepInputs | PrefillInputs, lengths: Array) -> View:
+    """What the target may read in a step."""
+    return View(state.target, inputs.table, lengths, model.kernels, recurrent=state.recurrent, slots=inputs.rows)
 
 
 def borrow(params: ModelParams, model: Model) -> TargetIO:
@@ -280,12 +295,13 @@ def commit(
     keep: Array,
     lengths: Array,
 ) -> StepState:
-    """Write the kept rows (bool [B, T]) of both models to the same slots."""
+    """Write the kept rows (bool [B, T], leading ones) of both models to the same slots; fold them into the states."""
     slots = cache.slots_of(state.target, inputs.table, positions, keep)
     # Never true, but XLA cannot know: the writes wait for the last layer. Without it, where the slots do not depend on
     # what was read (plain decoding, prefill), XLA may write first, and for that it copies the whole pool every step.
     slots = jnp.where(hidden.final[:, :1, 0] > jnp.inf, state.target.slots, slots)
-    written = state.replace(target=cache.commit(state.target, hidden.rows, slots, model.kernels))
+    states = cache.fold(view_of(model, state, inputs, lengths), hidden.records, inputs.rows, keep.sum(axis=1))
+    written = state.replace(target=cache.commit(state.target, hidden.rows, slots, model.kernels), recurrent=states)
     if model.drafter is None or state.drafter is None:
         return written
     drafter = drafters.of(model.drafter)

@@ -13,6 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.arithmetic import scaled
+
 # implementation -> platforms (jax.default_backend()) that run it; None: all of them.
 IMPLEMENTED: dict[str, tuple[str, ...] | None] = {"triton": ("gpu",), "interpreted": ("cpu",), "reference": None}
 
@@ -82,7 +84,7 @@ def normed(halves: list[Array], weights: list[Array], real: Array, size: int, ep
     squares = sum(jnp.where(real, half * half, 0).sum(axis=-1, keepdims=True) for half in wide)
     inverse = lax.rsqrt(squares / size + eps)
     return [
-        weight * (half * inverse).astype(plain.dtype) for half, plain, weight in zip(wide, halves, weights, strict=True)
+        scaled(half * inverse, weight, plain.dtype) for half, plain, weight in zip(wide, halves, weights, strict=True)
     ]
 
 

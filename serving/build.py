@@ -62,7 +62,8 @@ def build_engine(
         narrow=model.kernels == "reference",
     )
     pool = PagePool(pages)
-    tree = RadixCache(pool, config.page_size) if config.prefix_cache else None
+    # A recurrent state exists only where a row stands: pages alone do not bring a prefix back.
+    tree = RadixCache(pool, config.page_size) if config.prefix_cache and not model.recurrent else None
     scheduler = Scheduler(pool, tree, shapes, policy or policy_of(model.drafter, config, mesh))
     return Engine(scheduler, Runner(params, model, mesh, shapes, pages, accept), config.overlap)
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_models import Pair
 
 from dflash_jax import Generation, Model, ModelParams, drafters, generate, targets, verify
-from dflash_jax.cache import Rows, View
+from dflash_jax.cache import Delta, Rows, View
 from dflash_jax.drafters import TargetIO
 from dflash_jax.drafters.interface import Draw
 from dflash_jax.generate import row_key, row_sampling
@@ -136,6 +136,9 @@ class TargetModule:
 
     def cache_shape(self, cfg: ChecksumTarget) -> tuple[int, int, int]:
         return 1, 1, 1
+
+    def state_shape(self, cfg: ChecksumTarget) -> Delta:
+        return Delta()
 
     def embed(self, params: Any, cfg: ChecksumTarget, tokens: Array) -> Array:
         return jnp.zeros((*tokens.shape, 1))

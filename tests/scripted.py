@@ -14,7 +14,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from dflash_jax import drafters, targets
-from dflash_jax.cache import Rows, View
+from dflash_jax.cache import Delta, Rows, View
 from dflash_jax.drafters import TargetIO
 from dflash_jax.drafters.interface import Draw
 from dflash_jax.targets import Hidden
@@ -90,6 +90,9 @@ class TargetModule:
 
     def cache_shape(self, cfg: ScriptedTarget) -> tuple[int, int, int]:
         return 0, 1, 1
+
+    def state_shape(self, cfg: ScriptedTarget) -> Delta:
+        return Delta()
 
     def embed(self, params: Any, cfg: ScriptedTarget, tokens: Array) -> Array:
         return jnp.zeros((*tokens.shape, 1))

@@ -75,7 +75,7 @@ def test_a_drafter_that_knows_the_text_fills_its_rounds(known: Fitted, garage: G
 
 
 def test_a_drafter_that_knows_the_text_survives_preemption(known: Fitted, garage: Garage) -> None:
-    engine = garage.engine(known.pair, 128, block_size=BLOCK, page_size=8, prefill_chunk=32, kept=104)
+    engine = garage.engine(known.pair, 128, block_size=BLOCK, page_size=8, prefill_chunk=32, kept=128)
     requests = garage.run(engine, asked() + asked())
     assert engine.stats.preemptions > 0
     check(requests[:2], known)

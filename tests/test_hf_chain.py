@@ -172,7 +172,7 @@ def test_the_head_of_a_target(tmp_path: Path) -> None:
     folder, tensors = mtp_target(tmp_path)
     cfg, params = load_mtp(folder, "float32")
     assert isinstance(cfg, MTPConfig)
-    assert (cfg.rotary_dim, cfg.rope.rope_theta, cfg.num_experts, cfg.block_size) == (4, 1e7, 0, 4)
+    assert (cfg.rope.partial_rotary_factor, cfg.rope.rope_theta, cfg.num_experts, cfg.block_size) == (0.25, 1e7, 0, 4)
     assert cfg.mtp_hidden == "post_norm"
     q = tensors["mtp.layers.0.self_attn.q_proj.weight"].reshape(4, 2, 16, 32)
     np.testing.assert_array_equal(params["layers"][0]["q"], q.transpose(3, 0, 1, 2).reshape(32, 4, 32))

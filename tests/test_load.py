@@ -235,6 +235,6 @@ def test_packing_can_be_undone_and_can_consume_its_source(pair):
         packed = pack(params, cfg, mesh, consume=True)
         assert params["layers"][0]["q"].is_deleted()
         assert not params["final_norm"].is_deleted()
-        back = flatten(unpack(packed))
+        back = flatten(unpack(packed, cfg))
         assert back.keys() == flatten(plain).keys()
         assert all(np.array_equal(back[name], leaf) for name, leaf in flatten(plain).items())

@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from dflash_jax.config import GptOssConfig, MoeConfig, TargetConfig
-from dflash_jax.targets import dense, gpt_oss, moe
+from dflash_jax.config import GptOssConfig, HybridConfig, HybridMoeConfig, MoeConfig, TargetConfig
+from dflash_jax.targets import dense, gpt_oss, hybrid, moe
 from dflash_jax.targets.hidden import Hidden
 
-IMPLEMENTATIONS: dict[type, Any] = {TargetConfig: dense, MoeConfig: moe, GptOssConfig: gpt_oss}
+IMPLEMENTATIONS: dict[type, Any] = {
+    TargetConfig: dense,
+    MoeConfig: moe,
+    GptOssConfig: gpt_oss,
+    HybridConfig: hybrid,
+    HybridMoeConfig: hybrid,
+}
 
 
 def of(cfg: Any) -> Any:
@@ -14,4 +20,4 @@ def of(cfg: Any) -> Any:
     return IMPLEMENTATIONS[type(cfg)]
 
 
-__all__ = ["IMPLEMENTATIONS", "Hidden", "dense", "gpt_oss", "moe", "of"]
+__all__ = ["IMPLEMENTATIONS", "Hidden", "dense", "gpt_oss", "hybrid", "moe", "of"]

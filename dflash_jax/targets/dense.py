@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from dflash_jax.cache import Rows, View, attend
+from dflash_jax.cache import Delta, Rows, View, attend
 from dflash_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from dflash_jax.layers import Norm, Normed, linear, linear_and_norm, logits_of, norm_of, rope_table, split_heads
 from dflash_jax.targets.hidden import Hidden
@@ -23,6 +23,11 @@ FeedForward = Callable[[Params, Any, Array, Normed, Norm, str], tuple[Array, Nor
 def cache_shape(cfg: TargetConfig | DrafterConfig) -> tuple[int, int, int]:
     """(layers, KV heads, head_dim) of the paged K/V."""
     return cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim
+
+
+def state_shape(cfg: TargetConfig) -> Delta:
+    """No layer is recurrent."""
+    return Delta()
 
 
 def embed(params: Params, cfg: TargetConfig, tokens: Array) -> Array:
@@ -38,9 +43,7 @@ def head(params: Params, cfg: TargetConfig, final: Array) -> Array:
     return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab_size, logits, -jnp.inf)
 
 
-def swiglu(
-    layer: Params, cfg: TargetConfig | DrafterConfig, x: Array, normed: Normed, norm: Norm, kernels: str
-) -> tuple[Array, Normed]:
+def swiglu(layer: Params, cfg: Any, x: Array, normed: Normed, norm: Norm, kernels: str) -> tuple[Array, Normed]:
     """The dense ``FeedForward``."""
     wide = linear(normed, layer["gate_up"], bias=layer.get("gate_up_bias"), gated=True, implementation=kernels)
     bias = layer.get("down_bias")

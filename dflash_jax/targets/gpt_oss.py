@@ -14,12 +14,12 @@ from jax import Array, lax
 from dflash_jax.config import GptOssConfig
 from dflash_jax.layers import Norm, Normed, norm_of
 from dflash_jax.targets import dense
-from dflash_jax.targets.dense import cache_shape, embed, head
+from dflash_jax.targets.dense import cache_shape, embed, head, state_shape
 from dflash_jax.targets.moe import mixture, router_logits
 
 Params = dict[str, Any]
 
-__all__ = ["cache_shape", "embed", "forward", "head"]
+__all__ = ["cache_shape", "embed", "forward", "head", "state_shape"]
 
 SHARPNESS = 1.702  # of the sigmoid: silu's place is taken by the sigmoid approximation of GELU
 

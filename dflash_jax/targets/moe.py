@@ -17,12 +17,12 @@ from jax import Array, lax
 
 from dflash_jax.layers import Norm, Normed, exact, linear, norm_of
 from dflash_jax.targets import dense
-from dflash_jax.targets.dense import cache_shape, embed, head
+from dflash_jax.targets.dense import cache_shape, embed, head, state_shape
 
 Params = dict[str, Any]
 Activation = Callable[[Array, Array], Array]  # (gate, up) [..., F] -> [..., F]
 
-__all__ = ["cache_shape", "embed", "experts", "forward", "head"]
+__all__ = ["cache_shape", "embed", "experts", "forward", "head", "state_shape"]
 
 # At most so many (token, expert) pairs are gathered. Above it, pairs share experts and sorting reads fewer bytes.
 GATHERED_PAIRS = 64

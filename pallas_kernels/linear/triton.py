@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import exact
+from pallas_kernels.arithmetic import exact, scaled
 from pallas_kernels.linear.normed import Norm, Normed, plain
 from pallas_kernels.linear.reference import product
 
@@ -131,8 +131,8 @@ def multiply(
     backend.store(results[0].at[token[:, None], column[None, :]], out, there)
     if "norm" in optional:
         wide = out.astype(jnp.float32)
-        scaled = (wide * optional["norm"][column].astype(jnp.float32)[None, :]).astype(out.dtype)
-        backend.store(results[1].at[token[:, None], column[None, :]], scaled, there)
+        weighed = (wide * optional["norm"][column].astype(jnp.float32)[None, :]).astype(out.dtype)
+        backend.store(results[1].at[token[:, None], column[None, :]], weighed, there)
         backend.store(results[2].at[pl.program_id(0), token], (wide * wide).sum(axis=1), real)
 
 
@@ -166,4 +166,4 @@ def add_and_norm(weight: Any, *refs: Any, size: int, eps: float) -> None:
     wide = out.astype(jnp.float32)
     factor = lax.rsqrt(jnp.where(real, wide * wide, 0).sum() / size + eps)
     total[row, lane] = out  # surplus lanes repeat the last one
-    normed[row, lane] = weight[lane] * (wide * factor).astype(out.dtype)
+    normed[row, lane] = scaled(wide * factor, weight[lane], out.dtype)

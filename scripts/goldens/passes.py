@@ -24,7 +24,7 @@ from dflash_jax.cache import PagedKV, View
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafters import TargetIO, dflash
 from dflash_jax.layers import Norm, linear_and_norm, logits_of
-from dflash_jax.step import PrefillInputs, commit
+from dflash_jax.step import PrefillInputs, commit, view_of
 
 PAGE = 8
 
@@ -43,7 +43,7 @@ def observed_step(
     params: ModelParams, model: Model, state: StepState, inputs: PrefillInputs, keep: Array
 ) -> tuple[StepState, Seen]:
     """``prefill_step`` that shows every position; it commits ``keep`` int32 [B] rows, so it is a forced verify too."""
-    view = View(state.target, inputs.table, inputs.start, model.kernels)
+    view = view_of(model, state, inputs, inputs.start)
     positions = view.positions(inputs.tokens.shape[1])
     target = targets.of(model.target)
     hidden = target.forward(params.target, model.target, inputs.tokens, positions, inputs.valid, view, True)
@@ -65,8 +65,8 @@ class Runner:
     def reset(self) -> None:
         """Back to an empty cache."""
         state = new_state(self.model, self.rows, self.table.size, PAGE, jnp.dtype(jnp.float32), self.mesh)
-        nan = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), state.target)
-        self.state = state.replace(target=nan)
+        pools, states = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), (state.target, state.recurrent))
+        self.state = state.replace(target=pools, recurrent=states)
         self.lengths = np.zeros(self.rows, np.int32)
 
     def step(self, blocks: list[NDArray], keep: list[int]) -> list[Seen]:

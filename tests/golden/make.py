@@ -32,6 +32,28 @@ BASE = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}
+EXPERTS = {**MOE, "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20}
+HYBRID = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MROPE = {"rope_parameters": {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
+MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SLIDE = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
 TARGETS = {
     "tiny_llama": (
@@ -41,6 +63,16 @@ TARGETS = {
     ),
     "tiny_qwen2": ("qwen2", {"tie_word_embeddings": True, **SLIDE}, {}),
     "tiny_qwen3": ("qwen3", {}, {"pad": 8}),
+    "tiny_qwen3_moe": ("qwen3_moe", MOE, {"shards": 2}),
+    "tiny_gpt_oss": ("gpt_oss", {**OSS, "intermediate_size": 24}, {}),
+    "tiny_gpt_oss_mxfp4": ("gpt_oss", {**OSS, "intermediate_size": 32, "num_local_experts": 4}, {"mxfp4": True}),
+    "tiny_qwen3_5": ("qwen3_5", {**HYBRID, **MROPE, "linear_num_value_heads": 6, "tie_word_embeddings": True}, {}),
+    "tiny_qwen3_5_moe": ("qwen3_5_moe", {**HYBRID, **MROPE, **EXPERTS}, {"shards": 2}),
+    "tiny_qwen3_next": (
+        "qwen3_next",
+        {**HYBRID, **EXPERTS, "partial_rotary_factor": 0.5, "linear_value_head_dim": 12},
+        {},
+    ),
     # Not committed: other corners of the same families.
     "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}, {"dtype": "F32"}),
     "llama_mha_linear": (
@@ -91,6 +123,7 @@ DRAFTERS = {
         | {"non_causal": True},
     ),
 }
+HYBRIDS, WRAPPED = ("qwen3_5", "qwen3_next"), ("qwen3_5", "qwen3_5_moe")
 EOS, KEEP, NEW, LEAST_MARGIN = 2, (5, 1, 8, 3), 40, 2e-3
 
 
@@ -101,15 +134,52 @@ def widened(tensors, dtype):
 
 def random_weights(model, generator):
     """Weights at which layers matter: norms near one, biases of half, logits with a deviation near 4."""
-    dim = model.config.hidden_size
+    dim, family = model.config.hidden_size, model.config.model_type
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim == 1:
-            weight.data = 1 + 0.2 * noise if "norm" in name else 0.5 * noise
+        if weight.ndim == 3:  # stacked experts: [E, out, in], of gpt-oss [E, in, out]
+            weight.data = noise * (1.5 / weight.shape[1 if family == "gpt_oss" else 2] ** 0.5)
+        elif weight.ndim == 1 or name.endswith("_bias"):
+            centred = family.startswith(HYBRIDS) and "linear_attn.norm" not in name
+            weight.data = (0 if centred else 1) + 0.2 * noise if "norm" in name else 0.5 * noise
         elif "embed" in name or "lm_head" in name:
             weight.data = noise * (4 / dim**0.5)
         else:
             weight.data = noise * (1.5 / weight.shape[1] ** 0.5)
+
+
+def mxfp4(weight):
+    """Experts [E, I, O] as blocks [E, O, I / 32, 16] and scales [E, O, I / 32], and the values that they stand for."""
+    groups = weight.transpose(1, 2).unflatten(-1, (-1, 32))
+    power = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    levels = torch.tensor(MXFP4)
+    codes = ((groups.abs() / 2**power)[..., None] - levels).abs().argmin(-1)
+    values = levels[codes] * 2**power * groups.sign()
+    codes = codes + 8 * (groups < 0)
+    blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return blocks, (power[..., 0] + 127).to(torch.uint8), values.flatten(2).transpose(1, 2).contiguous()
+
+
+def on_disk(tensors, family, quantise):
+    """Tensors as released files hold them: experts of Qwen3-MoE and Qwen3-Next one by one, gpt-oss' in MXFP4; Qwen3.5
+    in a multimodal wrapper, with a piece of the vision tower and of the MTP head."""
+    out = {}
+    if family in WRAPPED:
+        out = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+        extra = {"model.visual.patch_embed.proj.bias": 16, "model.visual.pos_embed.weight": 24, "mtp.norm.weight": 32}
+        return out | {name: torch.ones(size) for name, size in extra.items()}
+    for name, tensor in tensors.items():
+        base = name.rpartition(".")[0]
+        if family in ("qwen3_moe", "qwen3_next") and name.endswith("experts.gate_up_proj"):
+            for e, expert in enumerate(tensor):
+                out[f"{base}.{e}.gate_proj.weight"], out[f"{base}.{e}.up_proj.weight"] = expert.chunk(2)
+        elif family in ("qwen3_moe", "qwen3_next") and name.endswith("experts.down_proj"):
+            out |= {f"{base}.{e}.down_proj.weight": expert for e, expert in enumerate(tensor)}
+        elif quantise and tensor.ndim == 3:
+            out[f"{name}_blocks"], out[f"{name}_scales"], _ = mxfp4(tensor)
+        else:
+            out[name] = tensor
+    return out
 
 
 @torch.no_grad()
@@ -172,12 +242,16 @@ def make_target(root, name, seed):
     fields = {**BASE, **options}
     if family == "qwen2":  # transformers' Qwen2 has no head_dim of its own
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
-    config = AutoConfig.for_model(family, **fields)
+    if "rope_parameters" in fields:
+        del fields["rope_theta"]
+    config = AutoConfig.for_model(f"{family}_text" if family in WRAPPED else family, **fields)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).float().eval()
     random_weights(model, generator)
     dtype = extra.get("dtype", "BF16")
     tensors = widened({n: p.data for n, p in model.named_parameters()}, dtype)
+    if extra.get("mxfp4"):
+        tensors = {n: (mxfp4(t)[2] if t.ndim == 3 else t) for n, t in tensors.items()}
     model.load_state_dict(tensors, strict=False)
 
     about = {"kind": "target", "name": name, "architecture": family, "checkpoint": "checkpoint", "stored_dtype": dtype}
@@ -195,13 +269,20 @@ def make_target(root, name, seed):
     for i, text in enumerate(texts):
         ends = [j + 1 for j, t in enumerate(text) if t in stop]
         arrays[f"p{i}.greedy_ids_eos"] = text[: ends[0] if ends else NEW]
+    gaps = router_gaps(model, [p + t for p, t in zip(prompts, texts, strict=True)])
     arrays |= chain(model, prompts[1][:12], ids, generator)
+    about |= {"min_router_gap": min(gaps)} if gaps else {}
     about |= {"target_layer_ids": ids, "num_new_tokens": NEW, "eos_token_ids": stop, "min_top2_margin": min(margins)}
 
     folder = root / "targets" / name
     place = folder / "checkpoint"
     place.mkdir(parents=True, exist_ok=True)
     hf = {"architectures": [type(model).__name__], "model_type": family, **fields, "eos_token_id": stop[0]}
+    if family in WRAPPED:
+        tied = fields["tie_word_embeddings"]
+        hf = {"model_type": family, "tie_word_embeddings": tied, "text_config": {**hf, "model_type": f"{family}_text"}}
+    if extra.get("mxfp4"):
+        hf["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     if extra.get("pad"):  # rows that would win every argmax, were they ids
         pad = torch.full((extra["pad"], fields["hidden_size"]), 3.0)
         for table in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -209,9 +290,29 @@ def make_target(root, name, seed):
                 tensors[table] = torch.cat([tensors[table], pad])
     (place / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
     (place / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}) + "\n")
-    write_weights(place, tensors, dtype, extra.get("shards", 1))
+    write_weights(place, on_disk(tensors, family, extra.get("mxfp4")), dtype, extra.get("shards", 1))
     write_case(folder, about, arrays)
-    return model, min(margins)
+    return model, min([*margins, *gaps])
+
+
+@torch.no_grad()
+def router_gaps(model, texts):
+    """The gaps in logits between the last expert that is chosen and the first that is not, at every token and layer."""
+    count, gaps = getattr(model.config, "num_experts_per_tok", 0), []
+    for layer in model.model.layers:
+        router = getattr(layer.mlp, "router", getattr(layer.mlp, "gate", None))
+        if count and router is not None:
+            seen = []
+            hook = router.register_forward_pre_hook(
+                lambda m, i, seen=seen: seen.append(i[0].reshape(-1, i[0].shape[-1]))
+            )
+            for text in texts:
+                run(model, text)
+            hook.remove()
+            logits = torch.nn.functional.linear(torch.cat(seen), router.weight, getattr(router, "bias", None))
+            top = logits.topk(count + 1).values
+            gaps.append(float((top[:, -2] - top[:, -1]).min()))
+    return gaps
 
 
 def chain(model, prefix, ids, generator):
