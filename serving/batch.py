@@ -221,7 +221,7 @@ def batch(
     target: Annotated[str, typer.Option(help="folder or hub id of the target")],
     source: Annotated[Path, typer.Option("--input", help="the lines to answer")],
     output: Annotated[Path, typer.Option(help="where the records go")],
-    drafter: Annotated[str | None, typer.Option(help="folder or hub id of its DFlash drafter")] = None,
+    drafter: Annotated[str | None, typer.Option(help="folder or hub id of its drafter, or mtp: its own head")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder, if the target's has none")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on behind what the output has")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="throw away what the output has")] = False,

@@ -31,7 +31,7 @@ class LLM:
 
     Args:
         target: a Hugging Face folder, a hub id, or a folder written by ``python -m convert``, which may hold a drafter.
-        drafter: a DFlash drafter in the same forms.
+        drafter: a DFlash or EAGLE-3 drafter in the same forms, or "mtp": the head that the target's files bring along.
         tokenizer: a tokenizer folder, where the target's own has none.
         options: the fields of ``EngineConfig``.
 

@@ -30,7 +30,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 @app.command(help=__doc__)
 def serve(
     target: Annotated[str, typer.Option(help="folder or hub id of the target")],
-    drafter: Annotated[str | None, typer.Option(help="folder or hub id of its DFlash drafter")] = None,
+    drafter: Annotated[str | None, typer.Option(help="folder or hub id of its drafter, or mtp: its own head")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder, if the target's has none")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="what clients call it; default: the target")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; the default takes this machine's clients only")] = (
