@@ -21,7 +21,7 @@ PRINTED_WIDTH = 160
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
 Folder = Annotated[Path, typer.Argument(help="a Hugging Face or converted folder")]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Drafter = Annotated[str | None, typer.Option(help="folder or hub id of its DFlash drafter")]
+Drafter = Annotated[str | None, typer.Option(help="folder or hub id of its drafter, or mtp: its own head")]
 
 
 @contextmanager

@@ -10,7 +10,16 @@ from rich.table import Table
 from convert import rules
 from convert.folder import OURS, Record, is_converted, read_records
 from convert.hf_config import CheckpointError, drafter_marks, read_json
-from convert.load import Opened, open_converted, open_drafter, open_target, pair_up, resolve, tokenizer_folder
+from convert.load import (
+    Opened,
+    open_converted,
+    open_drafter,
+    open_drafter_of,
+    open_target,
+    pair_up,
+    resolve,
+    tokenizer_folder,
+)
 from convert.tensors import open_shelf
 from dflash_jax import checkpoint
 from dflash_jax.config import DrafterConfig, TargetConfig
@@ -23,6 +32,8 @@ def hf_rows(opened: Opened) -> Iterator[Row]:
     assert isinstance(opened.found, rules.Matched)
     paths = {part.name: source.path for source in opened.found.sources.values() for part in source.tensor.parts}
     for tensor in open_shelf(opened.folder):
+        if tensor.name not in paths and tensor.name not in opened.found.skipped:
+            continue  # another model's: a target's folder may bring its own drafter
         fate = paths.get(tensor.name) or f"skipped: {opened.found.skipped[tensor.name] or 'a buffer'}"
         yield tensor.name, fate, str(tensor.shape), tensor.dtype.name, tensor.nbytes
 
@@ -69,7 +80,7 @@ def check(path: str | Path, drafter: str | Path | None, console: Console) -> Non
     if drafter is not None:
         if "target" not in models:
             raise CheckpointError(f"{folder} is a drafter itself")
-        models["drafter"] = open_drafter(resolve(drafter), tokenizer_folder(folder))
+        models["drafter"] = open_drafter_of(folder, drafter, tokenizer_folder(folder))
 
     for part, opened in models.items():
         rows = list(hf_rows(opened) if isinstance(opened.found, rules.Matched) else converted_rows(opened, part))
@@ -82,9 +93,8 @@ def check(path: str | Path, drafter: str | Path | None, console: Console) -> Non
         return
     paired = pair_up(models["target"], models["drafter"])
     cfg = models["drafter"].cfg
-    assert isinstance(cfg, DrafterConfig)
-    assert isinstance(paired, TargetConfig)
+    assert not isinstance(cfg, TargetConfig)
     console.print(
         f"target and drafter fit: taps {list(paired.target_layer_ids)} of {paired.num_hidden_layers} layers, "
-        f"block {cfg.block_size}, mask id {cfg.mask_token_id}"
+        f"block {cfg.block_size}" + (f", mask id {cfg.mask_token_id}" if isinstance(cfg, DrafterConfig) else "")
     )

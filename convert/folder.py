@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from convert.hf_config import CheckpointError, read_json
-from dflash_jax.config import DrafterConfig, TargetConfig, from_json, to_json
+from dflash_jax.config import AnyDrafterConfig, TargetConfig, drafter_type, from_json, to_json
 
 FORMAT = "dflash-jax 1"
 OURS = "config.json"
@@ -45,7 +45,7 @@ class Record:
     the dtype that floats were converted to (None: kept), ``skipped`` the tensors that were left out and why.
     """
 
-    config: TargetConfig | DrafterConfig
+    config: TargetConfig | AnyDrafterConfig
     dtype: str
     names: Mapping[str, str]
     dtypes: Mapping[str, str]
@@ -84,7 +84,7 @@ def read_records(folder: Path) -> dict[str, Record]:
             raise CheckpointError(f"{folder / OURS}: {part} has the fields {sorted(given)}, not {sorted(known)}")
         try:
             config = given.pop("config")
-            cfg = from_json(TargetConfig, config) if part == "target" else from_json(DrafterConfig, config)
+            cfg = from_json(TargetConfig, config) if part == "target" else from_json(drafter_type(config), config)
             records[part] = Record(config=cfg, **given)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{folder / OURS}: {error}") from error

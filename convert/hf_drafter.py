@@ -1,4 +1,5 @@
-"""A drafter's config.json -> ``DrafterConfig``: z-lab folders in both spellings, and speculators folders.
+"""A drafter's config.json -> ``DrafterConfig``: z-lab folders in both spellings, and speculators folders; those of
+EAGLE-3 go to ``hf_chain``.
 
 DFlash has many relatives that share its architecture name. They are told apart by their options,
 and every one that computes something else is refused by the name of its family, as is any option of ``dflash_config``
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from convert.hf_chain import eagle3_config, is_eagle3
 from convert.hf_config import CheckpointError, Fields, layer_layout, read_json, refuse_options, rope_config
-from dflash_jax.config import DrafterConfig
+from dflash_jax.config import DrafterConfig, Eagle3Config
 
 DEFAULT_BLOCK = 16
 DEFAULT_MASK = "<|MASK|>"
@@ -67,20 +69,22 @@ LAYER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def family_of(hf: Mapping[str, Any]) -> str:
-    """Which kind of drafter a config.json describes: "z-lab" or "speculators".
+    """Which kind of drafter a config.json describes: "z-lab", "speculators" or "eagle3".
 
     Raises:
         CheckpointError: no drafter at all, or one of another family, by name.
     """
     names = [str(name) for name in hf.get("architectures") or ()]
     kind = hf.get("speculators_model_type")
+    if is_eagle3(hf):
+        return "eagle3"
     if any("Eagle" in name for name in names) or (isinstance(kind, str) and "eagle" in kind):
-        raise CheckpointError(f"this is an EAGLE-3 drafter ({', '.join(names)}); built: DFlash")
+        raise CheckpointError(f"this is an EAGLE drafter of another kind ({kind or ', '.join(names)}); built: EAGLE-3")
     if kind is not None or any("Speculator" in name for name in names):
         if hf.get("sample_from_anchor") or kind == "dspark":
             raise CheckpointError("this is a DSpark drafter (sample_from_anchor); built: DFlash")
         if kind != "dflash":
-            raise CheckpointError(f"speculators_model_type {kind!r} is not supported; built: dflash")
+            raise CheckpointError(f"speculators_model_type {kind!r} is not supported; built: dflash, eagle3")
         return "speculators"
     options = hf.get("dflash_config")
     if options is None and not any("DFlash" in name for name in names):
@@ -271,8 +275,8 @@ def build(**values: Any) -> DrafterConfig:
         raise CheckpointError(str(error)) from error
 
 
-def drafter_config(hf: Mapping[str, Any], tokenizer: Path | None = None) -> DrafterConfig:
-    """The ``DrafterConfig`` of a drafter's config.json.
+def drafter_config(hf: Mapping[str, Any], tokenizer: Path | None = None) -> DrafterConfig | Eagle3Config:
+    """The config of a drafter's config.json.
 
     Args:
         hf: the JSON object.
@@ -284,4 +288,7 @@ def drafter_config(hf: Mapping[str, Any], tokenizer: Path | None = None) -> Draf
     Warns:
         UserWarning: target_layer_ids are absent and the published default rule gave them.
     """
-    return speculators_config(hf) if family_of(hf) == "speculators" else z_lab_config(hf, tokenizer)
+    family = family_of(hf)
+    if family == "eagle3":
+        return eagle3_config(hf)
+    return speculators_config(hf) if family == "speculators" else z_lab_config(hf, tokenizer)

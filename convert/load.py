@@ -20,11 +20,19 @@ from numpy.typing import NDArray
 
 from convert import rules
 from convert.folder import GENERATION, HF_CONFIGS, OURS, TOKENIZER_FILES, Record, is_converted, read_records
+from convert.hf_chain import mtp_config
 from convert.hf_config import CheckpointError, eos_token_ids, read_json, target_config
 from convert.hf_drafter import drafter_config, family_of
 from convert.tensors import DTYPES, contiguous, open_shelf
 from dflash_jax import checkpoint
-from dflash_jax.config import DrafterConfig, TargetConfig, pair
+from dflash_jax.config import (
+    DRAFTERS,
+    AnyDrafterConfig,
+    Eagle3Config,
+    MTPConfig,
+    TargetConfig,
+    pair,
+)
 from dflash_jax.params import Params, abstract, unflatten
 from dflash_jax.sharding import Mesh, make_mesh
 
@@ -32,7 +40,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 DTYPE_NAMES = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 MANY = 4  # tensors left out for one reason that are named one by one
-Config = TargetConfig | DrafterConfig
+Config = TargetConfig | AnyDrafterConfig
+MTP = "mtp"  # the drafter that lies in the target's own folder
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Loaded:
     """
 
     target: TargetConfig
-    drafter: DrafterConfig | None
+    drafter: AnyDrafterConfig | None
     target_params: Params
     drafter_params: Params | None
     tokenizer: Path | None
@@ -150,16 +159,47 @@ def open_drafter(folder: Path, tokenizer: Path | None = None) -> Opened:
     if is_converted(folder):
         return open_converted(folder, "drafter")
     hf = read_json(folder / OURS)
-    cfg = drafter_config(hf, tokenizer)
-    matched = rules.match(open_shelf(folder), cfg, speculators=family_of(hf) == "speculators")
+    cfg, shelf = drafter_config(hf, tokenizer), open_shelf(folder)
+    if isinstance(cfg, Eagle3Config):
+        names = {rules.plain_name(name, cfg) for name in shelf.tensors}
+        reduced = cfg.draft_vocab_size < cfg.vocab_size
+        cfg = dataclasses.replace(
+            cfg, own_embedding="embed_tokens.weight" in names, own_head=reduced or "lm_head.weight" in names
+        )
+    matched = rules.match(shelf, cfg, speculators=family_of(hf) == "speculators")
     rules.check_values(matched, cfg)
     return Opened(folder, hf, cfg, stored_dtype(matched), matched)
+
+
+def open_mtp(folder: Path) -> Opened:
+    """The multi-token-prediction head that a target's folder brings along, checked.
+
+    Raises:
+        CheckpointError: it has none, or everything that is wrong with it.
+    """
+    if is_converted(folder):
+        opened = open_converted(folder, "drafter")
+        if not isinstance(opened.cfg, MTPConfig):
+            raise CheckpointError(f"{folder} was converted with another drafter, not with the target's own head")
+        return opened
+    hf, shelf = read_json(folder / OURS), open_shelf(folder)
+    shelf.tensors = {name: tensor for name, tensor in shelf.tensors.items() if name.startswith("mtp.")}
+    if not shelf.tensors and not shelf.faults:
+        raise CheckpointError(f"{folder} has no mtp.* tensors: this target brings no multi-token-prediction head")
+    cfg = mtp_config(hf)
+    matched = rules.match(shelf, cfg)
+    return Opened(folder, hf, cfg, stored_dtype(matched), matched)
+
+
+def open_drafter_of(folder: Path, drafter: str | Path, tokenizer: Path | None) -> Opened:
+    """The drafter for the target in ``folder``: its own head for "mtp", else another folder or hub id."""
+    return open_mtp(folder) if str(drafter) == MTP else open_drafter(resolve(drafter), tokenizer)
 
 
 def place(opened: Opened, dtype: np.dtype, mesh: Mesh) -> Params:
     """Reads a model's parameters onto the mesh in ``dtype``, one tensor at a time."""
     if isinstance(opened.found, Record):
-        part = "target" if isinstance(opened.cfg, TargetConfig) else "drafter"
+        part = "drafter" if isinstance(opened.cfg, DRAFTERS) else "target"
         return checkpoint.restore(opened.folder / part, opened.cfg, dtype, mesh)
     specs = abstract(opened.cfg, dtype, mesh)
     flat = {}
@@ -201,7 +241,8 @@ def load(
         path: a Hugging Face folder, a hub id, or a converted folder. A converted folder's own drafter comes with it.
         dtype: of both models; None or "auto" keeps the target's stored dtype.
         mesh: where the parameters go; None is a mesh of one device.
-        drafter: a drafter of its own (z-lab or speculators folder, hub id, converted folder).
+        drafter: a drafter of its own (z-lab, speculators or EAGLE-3 folder, hub id, converted folder), or "mtp": the
+            multi-token-prediction head that the target's files bring along.
 
     Raises:
         CheckpointError: everything that is wrong with a folder or about which the two disagree, before weights move.
@@ -219,7 +260,7 @@ def open_checkpoint(path: str | Path, drafter: str | Path | None = None) -> "Che
     tokenizer = tokenizer_folder(folder)
     paired: Opened | None = None
     if drafter is not None:
-        paired = open_drafter(resolve(drafter), tokenizer)
+        paired = open_drafter_of(folder, drafter, tokenizer)
     elif isinstance(opened.found, Record) and "drafter" in read_records(folder):
         paired = open_converted(folder, "drafter")
     return Checkpoint(opened, paired, pair_up(opened, paired), tokenizer, generation_config(folder))
@@ -241,9 +282,9 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
 
     @property
-    def drafter(self) -> DrafterConfig | None:
+    def drafter(self) -> AnyDrafterConfig | None:
         """The drafter's config."""
-        return self.paired.cfg if self.paired and isinstance(self.paired.cfg, DrafterConfig) else None
+        return None if self.paired is None or isinstance(self.paired.cfg, TargetConfig) else self.paired.cfg
 
     def place(self, dtype: str | np.dtype | None, mesh: Mesh) -> Loaded:
         """Reads the parameters onto the mesh; None or "auto" keeps the target's stored dtype."""
@@ -266,7 +307,7 @@ def pair_up(target: Opened, drafter: Opened | None) -> TargetConfig:
     assert isinstance(target.cfg, TargetConfig)
     if drafter is None:
         return target.cfg
-    assert isinstance(drafter.cfg, DrafterConfig)
+    assert not isinstance(drafter.cfg, TargetConfig)
     try:
         return pair(target.cfg, drafter.cfg)
     except ValueError as error:
@@ -278,10 +319,22 @@ def load_drafter(
     dtype: str | np.dtype | None = None,
     mesh: Mesh | None = None,
     tokenizer: Path | None = None,
-) -> tuple[DrafterConfig, Params]:
-    """A drafter without its target: nothing is said about whether they fit. Arguments and errors as ``load``."""
-    opened = open_drafter(resolve(path), tokenizer)
-    assert isinstance(opened.cfg, DrafterConfig)
+) -> tuple[AnyDrafterConfig, Params]:
+    """A drafter without its target: nothing is said about whether they fit. Arguments and errors as ``load``; the head
+    of a target's own is ``load_mtp``'s."""
+    return placed(open_drafter(resolve(path), tokenizer), dtype, mesh)
+
+
+def load_mtp(
+    path: str | Path, dtype: str | np.dtype | None = None, mesh: Mesh | None = None
+) -> tuple[AnyDrafterConfig, Params]:
+    """The multi-token-prediction head of a target's folder, without the target. Arguments and errors as ``load``."""
+    return placed(open_mtp(resolve(path)), dtype, mesh)
+
+
+def placed(opened: Opened, dtype: str | np.dtype | None, mesh: Mesh | None) -> tuple[AnyDrafterConfig, Params]:
+    """A drafter's config and its parameters on the mesh."""
+    assert not isinstance(opened.cfg, TargetConfig)
     params = place(opened, chosen_dtype(dtype, opened.dtype), make_mesh() if mesh is None else mesh)
     return opened.cfg, params
 

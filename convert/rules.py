@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from convert.derived import Stack, Stored, dequantised, take
 from convert.hf_config import CheckpointError
 from convert.tensors import DTYPES, Shelf, Tensor
-from dflash_jax.config import DrafterConfig, HybridConfig, TargetConfig
+from dflash_jax.config import (
+    AnyDrafterConfig,
+    DrafterConfig,
+    Eagle3Config,
+    HybridConfig,
+    MTPConfig,
+    TargetConfig,
+)
 from dflash_jax.params import Leaf, flatten, leaves_of
 
 Shape = tuple[int, ...]
@@ -187,6 +194,24 @@ DFLASH = (
     Rule("d2t", "d2t", SAME),
     *layer_rules(""),
 )
+EAGLE3 = (
+    Rule("fc.weight", "fc", MATRIX),
+    Rule("input_norm.weight", "taps_norm", SAME),
+    *(Rule(f"fc_norm.{i}.weight", f"tap{i}_norm", SAME) for i in range(16)),
+    Rule("layers.{}.hidden_norm.weight", "layers.{}.hidden_norm", SAME),
+    Rule("norm.weight", "final_norm", SAME),
+    Rule("embed_tokens.weight", "embed", SAME),
+    Rule("lm_head.weight", "head", SAME),
+    Rule("d2t", "d2t", SAME),
+    *layer_rules(""),
+)
+MTP = (
+    Rule("mtp.fc.weight", "fc", MATRIX),
+    Rule("mtp.pre_fc_norm_embedding.weight", "embedding_norm", SAME),
+    Rule("mtp.pre_fc_norm_hidden.weight", "hidden_norm", SAME),
+    Rule("mtp.norm.weight", "final_norm", SAME),
+    *layer_rules("mtp."),
+)
 TABLES: Mapping[str, tuple[Rule, ...]] = {
     "llama": DENSE,
     "qwen2": DENSE,
@@ -197,6 +222,8 @@ TABLES: Mapping[str, tuple[Rule, ...]] = {
     "qwen3_moe": DENSE,
     "gpt_oss": GPT_OSS,
     "dflash": DFLASH,
+    "eagle3": EAGLE3,
+    "mtp": MTP,
 }
 
 BUFFERS = Skip(r"(.*\.)?rotary_emb\.inv_freq", None)
@@ -213,10 +240,9 @@ DRAFTER_SKIPS = (
     Skip(r"t2d", "follows from d2t"),
     Skip(r"verifier_.*", "belongs to training"),
 )
-FULL_VOCABULARY_SKIPS = (
-    Skip(r"lm_head\.weight", "a frozen copy of the target's head"),
-    Skip(r"d2t", "the draft vocabulary is the whole one"),
-)
+WHOLE = Skip(r"d2t", "the draft vocabulary is the whole one")
+FULL_VOCABULARY_SKIPS = (Skip(r"lm_head\.weight", "a frozen copy of the target's head"), WHOLE)
+EAGLE3_SKIPS = (BUFFERS, Skip(r"t2d", "follows from d2t"), Skip(r"verifier_.*", "belongs to training"))
 WRAPPED = "model.language_model."  # where Qwen3.5's multimodal files have their text model
 # Other spellings of drafter names, tried in this order; each is met in the wild.
 ALIASES = (
@@ -261,9 +287,9 @@ class Matched:
     skipped: dict[str, str | None]
 
 
-def rules_of(cfg: TargetConfig | DrafterConfig) -> dict[str, tuple[Rule, str, Leaf]]:
+def rules_of(cfg: TargetConfig | AnyDrafterConfig) -> dict[str, tuple[Rule, str, Leaf]]:
     """{parameter path: (rule, Hugging Face name, leaf)} of a model, in the order of its declaration."""
-    table = TABLES[cfg.model_type if isinstance(cfg, TargetConfig) else "dflash"]
+    table = TABLES[cfg.model_type if isinstance(cfg, TargetConfig) else cfg.method]
     if isinstance(cfg, HybridConfig):
         table += delta_rules(cfg, "model.")
     by_path = {rule.path: rule for rule in table}
@@ -276,17 +302,21 @@ def rules_of(cfg: TargetConfig | DrafterConfig) -> dict[str, tuple[Rule, str, Le
     return found
 
 
-def skips_of(cfg: TargetConfig | DrafterConfig, speculators: bool) -> tuple[Skip, ...]:
+def skips_of(cfg: TargetConfig | AnyDrafterConfig, speculators: bool) -> tuple[Skip, ...]:
     """What a file of this model may hold beside its parameters."""
     if isinstance(cfg, TargetConfig):
         extra = HYBRID_SKIPS if isinstance(cfg, HybridConfig) else ()
         return (BUFFERS, TIED_HEAD, *extra) if cfg.tie_word_embeddings else (BUFFERS, *extra)
+    if isinstance(cfg, Eagle3Config):
+        return EAGLE3_SKIPS if cfg.draft_vocab_size < cfg.vocab_size else (*EAGLE3_SKIPS, WHOLE)
+    if isinstance(cfg, MTPConfig):
+        return (BUFFERS,)
     if not speculators:
         return (BUFFERS,)
     return DRAFTER_SKIPS if cfg.own_head else DRAFTER_SKIPS + FULL_VOCABULARY_SKIPS
 
 
-def plain_name(name: str, cfg: TargetConfig | DrafterConfig) -> str:
+def plain_name(name: str, cfg: TargetConfig | AnyDrafterConfig) -> str:
     """A tensor's name without the prefixes that some exports and multimodal wrappers add."""
     if isinstance(cfg, HybridConfig):
         return name.replace(WRAPPED, "model.", 1) if name.startswith(WRAPPED) else name
@@ -297,14 +327,14 @@ def plain_name(name: str, cfg: TargetConfig | DrafterConfig) -> str:
     return name
 
 
-def wrapped(taken: Stored, cfg: TargetConfig | DrafterConfig) -> Stored:
+def wrapped(taken: Stored, cfg: TargetConfig | AnyDrafterConfig) -> Stored:
     """A stack under the name that its pieces have in the file, wrapper included."""
     if isinstance(taken, Stack) and plain_name(taken.parts[0].name, cfg) != taken.parts[0].name:
         return dataclasses.replace(taken, name=taken.name.replace("model.", WRAPPED, 1))
     return taken
 
 
-def match(shelf: Shelf, cfg: TargetConfig | DrafterConfig, speculators: bool = False) -> Matched:
+def match(shelf: Shelf, cfg: TargetConfig | AnyDrafterConfig, speculators: bool = False) -> Matched:
     """Finds the tensor of every parameter.
 
     Args:
@@ -372,7 +402,7 @@ def same_bytes(a: NDArray, b: NDArray) -> bool:
     return all(np.array_equal(mine[i : i + (1 << 20)], other[i : i + (1 << 20)]) for i in range(0, mine.size, 1 << 20))
 
 
-def check_values(matched: Matched, cfg: TargetConfig | DrafterConfig) -> None:
+def check_values(matched: Matched, cfg: TargetConfig | AnyDrafterConfig) -> None:
     """The faults that only values show.
 
     Raises:
@@ -383,7 +413,7 @@ def check_values(matched: Matched, cfg: TargetConfig | DrafterConfig) -> None:
         source = matched.sources.get(path)
         if source is not None and all_zero(source.tensor.view()):
             faults.append(f"{source.tensor.name} is all zeros")
-    if isinstance(cfg, DrafterConfig) and cfg.own_head:
+    if isinstance(cfg, DrafterConfig | Eagle3Config) and "d2t" in matched.sources:
         ids = np.arange(cfg.draft_vocab_size, dtype=np.int64) + matched.sources["d2t"].view().astype(np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids >= cfg.vocab_size))
         if wrong.size:

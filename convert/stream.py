@@ -39,7 +39,7 @@ from convert.load import (
     chosen_dtype,
     generation_config,
     open_converted,
-    open_drafter,
+    open_drafter_of,
     open_target,
     pair_up,
     resolve,
@@ -110,7 +110,7 @@ def to_orbax(
     Args:
         target: folder or hub id.
         out: must not exist; ``out.converting`` is the folder of the work in progress.
-        drafter: folder or hub id of a z-lab or speculators drafter.
+        drafter: folder or hub id of a z-lab, speculators or EAGLE-3 drafter; "mtp" for the target's own head.
         dtype: float32, bfloat16 or float16 for all floats; None keeps what the files have.
         progress: called after every write.
 
@@ -122,7 +122,7 @@ def to_orbax(
     folder = resolve(target)
     models = {"target": open_target(folder)}
     if drafter is not None:
-        models["drafter"] = open_drafter(resolve(drafter), tokenizer_folder(folder))
+        models["drafter"] = open_drafter_of(folder, drafter, tokenizer_folder(folder))
     for opened in models.values():
         if isinstance(opened.found, Record):
             raise CheckpointError(f"{opened.folder} is a converted folder already")

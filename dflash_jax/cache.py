@@ -5,6 +5,7 @@ Both models' pools share page ids and lengths: a position that is valid in one i
 rejected draft leaves no trace because its rows are never written.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,11 @@ class Record(struct.PyTreeNode):
 
 class View(struct.PyTreeNode):
     """What one step may read: the pool through a page table int32 [B, P], up to lengths int32 [B]; and the recurrent
-    states (None: the model has none) of the slots int32 [B]."""
+    states (None: the model has none) of the slots int32 [B].
+
+    held: K/V [B, S, 2, G, H] of each layer behind the cached ones that will not be cached, as a drafter's own guesses
+    (none: ()). since: positions below are never seen.
+    """
 
     kv: PagedKV
     table: Array
@@ -78,10 +83,22 @@ class View(struct.PyTreeNode):
     kernels: str = struct.field(pytree_node=False)
     recurrent: Recurrent | None = None
     slots: Array | None = None
+    held: tuple[Array, ...] = ()
+    since: int = struct.field(pytree_node=False, default=0)
 
     def positions(self, block: int) -> Array:
-        """Absolute positions int32 [B, T] of a block that follows the cached tokens."""
-        return self.lengths[:, None] + jnp.arange(block, dtype=jnp.int32)
+        """Absolute positions int32 [B, T] of a block that follows the cached tokens and those held."""
+        return self.lengths[:, None] + jnp.arange(self.holding, self.holding + block, dtype=jnp.int32)
+
+    @property
+    def holding(self) -> int:
+        """Rows held."""
+        return int(self.held[0].shape[1]) if self.held else 0
+
+    def hold(self, rows: Sequence[Array]) -> "View":
+        """The view with K/V [B, t, 2, G, H] of each layer behind what is held."""
+        held = self.held or tuple(kv[:, :0] for kv in rows)
+        return self.replace(held=tuple(jnp.concatenate(pair, axis=1) for pair in zip(held, rows, strict=True)))
 
 
 class Rows(struct.PyTreeNode):
@@ -141,10 +158,15 @@ def attend(
     window: int | None,
     sinks: Array | None = None,
 ) -> Array:
-    """Attention of block queries [B, T, N, H] over the layer's pages and the block's own kv [B, T, 2, G, H].
+    """Attention of block queries [B, T, N, H] over the layer's pages, its rows held and the block's own kv
+    [B, T, 2, G, H].
 
     sinks: [N] scores that take part in the softmax and have no value.
     """
+    if view.held:
+        kv = jnp.concatenate([view.held[layer], kv], axis=1)
+        held = view.lengths[:, None] + jnp.arange(view.holding, dtype=jnp.int32)
+        positions, valid = jnp.concatenate([held, positions], axis=1), valid + view.holding
     return block_attention(
         q,
         kv,
@@ -157,6 +179,7 @@ def attend(
         page=view.kv.page,
         causal=causal,
         window=window,
+        since=view.since,
         sinks=sinks,
         implementation=view.kernels,
     )

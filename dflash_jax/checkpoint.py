@@ -20,7 +20,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jax import Array
 from jax.sharding import Mesh
 
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import AnyDrafterConfig, TargetConfig
 from dflash_jax.params import Params, abstract, flatten, leaves_of, unflatten
 
 UNFINISHED = ".partial_save"  # Orbax's suffix of a checkpoint that is still being appended to
@@ -90,7 +90,7 @@ def stored(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     return {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in flatten(tree).items()}
 
 
-def check(path: Path, cfg: TargetConfig | DrafterConfig) -> None:
+def check(path: Path, cfg: TargetConfig | AnyDrafterConfig) -> None:
     """Raises ValueError listing all differences between the checkpoint at ``path`` and the declaration of ``cfg``."""
     there = {name: shape for name, (shape, _) in stored(path).items()}
     declared = {name: leaf.shape for name, leaf in flatten(leaves_of(cfg)).items()}
@@ -106,7 +106,7 @@ def check(path: Path, cfg: TargetConfig | DrafterConfig) -> None:
         raise ValueError(f"the checkpoint at {path} does not fit its config: {'; '.join(faults)}")
 
 
-def restore(path: Path, cfg: TargetConfig | DrafterConfig, dtype: jnp.dtype, mesh: Mesh) -> Params:
+def restore(path: Path, cfg: TargetConfig | AnyDrafterConfig, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """Parameters from ``path`` onto the mesh in ``dtype``, each device reading its own part.
 
     Raises:

@@ -7,10 +7,10 @@ that could hide a missing field of a checkpoint.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
-C = TypeVar("C", bound="TargetConfig | DrafterConfig")
+C = TypeVar("C", bound="TargetConfig | DrafterConfig | Eagle3Config | MTPConfig")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -192,6 +192,8 @@ class DrafterConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
+    method: ClassVar[str] = "dflash"
+    title: ClassVar[str] = "DFlash"
 
     def __post_init__(self) -> None:
         check_attention(self)
@@ -217,15 +219,128 @@ class DrafterConfig:
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
 
-def check_attention(cfg: TargetConfig | DrafterConfig) -> None:
+@dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 drafter (arXiv 2503.01840) of one layer or more, which drafts token by token.
+
+    ``target_layer_ids`` are the tapped target layers (0-based outputs); () is the published rule, which depends on the
+    target's depth (``default_taps``). ``own_embedding`` and ``own_head`` say whether the files bring them, else the
+    target's serve; ``draft_vocab_size`` < ``vocab_size`` needs an own head, whose rows map to target ids by ``d2t``.
+    The norms: ``norm_before_residual`` (the first layer's residual is the normed hidden), ``norm_before_fc`` (one norm
+    over all taps), ``fc_norm`` (one norm a tap), ``norm_output`` (the hidden fed back is the normed one).
+    ``block_size`` counts the anchor: 8 means 7 drafts.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    attention_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    layer_types: tuple[LayerType, ...]
+    sliding_window: int | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    own_embedding: bool
+    own_head: bool
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    method: Literal["eagle3"] = "eagle3"
+    title: ClassVar[str] = "EAGLE-3"
+
+    def __post_init__(self) -> None:
+        check_attention(self)
+        check_layer_ids(self.target_layer_ids, None)
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is not in 1 .. vocab_size {self.vocab_size}")
+        if self.draft_vocab_size < self.vocab_size and not self.own_head:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} of {self.vocab_size} ids needs a head of its own"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other")
+
+    @property
+    def taps(self) -> int:
+        """How many layers of the target it reads."""
+        return len(self.target_layer_ids) or 3
+
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, None for full attention."""
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """The multi-token-prediction head that Qwen3-Next and Qwen3.5 bring along: one layer of the target's kind with
+    gated attention, drafting token by token with the target's embedding and head.
+
+    ``num_experts`` 0 is a dense feed-forward of ``intermediate_size``, else a mixture as the target's, with a shared
+    expert. ``mtp_hidden`` says which of the target's hidden states it was trained on: after the final norm (as
+    released) or before. ``block_size`` counts the anchor.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_target_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    mtp_hidden: Literal["post_norm", "pre_norm"]
+    block_size: int
+    num_hidden_layers: int = 1
+    method: Literal["mtp"] = "mtp"
+    title: ClassVar[str] = "MTP"
+
+    def __post_init__(self) -> None:
+        check_heads(self)
+        if self.num_hidden_layers != 1:
+            raise ValueError(f"a multi-token-prediction head of {self.num_hidden_layers} layers is not supported")
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        if self.mtp_hidden not in ("post_norm", "pre_norm"):
+            raise ValueError(f"mtp_hidden must be post_norm or pre_norm, got {self.mtp_hidden!r}")
+        if not self.num_experts and self.intermediate_size < 1:
+            raise ValueError(f"a dense head needs an intermediate_size, got {self.intermediate_size}")
+        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok} is not in 1 .. {self.num_experts}")
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The target layers that it taps: none after the final norm, the last one before it."""
+        return (self.num_target_layers - 1,) if self.mtp_hidden == "pre_norm" else ()
+
+
+# Every kind of drafter.
+AnyDrafterConfig = DrafterConfig | Eagle3Config | MTPConfig
+DRAFTERS: tuple[type, ...] = (DrafterConfig, Eagle3Config, MTPConfig)
+
+
+def check_attention(cfg: TargetConfig | DrafterConfig | Eagle3Config) -> None:
     """Raises ValueError where the attention geometry of a config contradicts itself."""
-    if cfg.num_attention_heads % cfg.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads {cfg.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {cfg.num_key_value_heads}"
-        )
-    if cfg.head_dim % 2:
-        raise ValueError(f"head_dim must be even for rotary pairs, got {cfg.head_dim}")
+    check_heads(cfg)
     if len(cfg.layer_types) != cfg.num_hidden_layers:
         raise ValueError(f"layer_types has {len(cfg.layer_types)} entries for {cfg.num_hidden_layers} layers")
     known = {"full_attention", "linear_attention" if isinstance(cfg, HybridConfig) else "sliding_attention"}
@@ -234,6 +349,17 @@ def check_attention(cfg: TargetConfig | DrafterConfig) -> None:
         raise ValueError(f"layer_types holds {', '.join(unknown)}; only {' and '.join(sorted(known))} are known")
     if "sliding_attention" in cfg.layer_types and not (cfg.sliding_window and cfg.sliding_window > 0):
         raise ValueError(f"sliding_attention layers need a positive sliding_window, got {cfg.sliding_window}")
+
+
+def check_heads(cfg: TargetConfig | AnyDrafterConfig) -> None:
+    """Raises ValueError for heads that do not share keys evenly, or that do not split in rotary pairs."""
+    if cfg.num_attention_heads % cfg.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {cfg.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {cfg.num_key_value_heads}"
+        )
+    if cfg.head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary pairs, got {cfg.head_dim}")
 
 
 def check_layer_ids(ids: tuple[int, ...], layers: int | None) -> None:
@@ -245,12 +371,53 @@ def check_layer_ids(ids: tuple[int, ...], layers: int | None) -> None:
         raise ValueError(f"target_layer_ids {wrong} lie outside the target's {layers} layers (0-based)")
 
 
-def pair(target: TargetConfig, drafter: DrafterConfig) -> TargetConfig:
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The layers that an EAGLE-3 drafter taps of a target of so many, where its files do not say."""
+    return (1, layers // 2 - 1, layers - 4)
+
+
+def pair(target: TargetConfig, drafter: AnyDrafterConfig) -> TargetConfig:
     """The target config that taps what ``drafter`` reads.
 
     Raises:
         ValueError: everything about which the two disagree, with both numbers.
     """
+    faults = disagreements(target, drafter) if isinstance(drafter, DrafterConfig) else chain_faults(target, drafter)
+    ids = drafter.target_layer_ids
+    if isinstance(drafter, Eagle3Config) and not ids:
+        ids = default_taps(target.num_hidden_layers)
+    if drafter.vocab_size not in (target.vocab_size, target.vocab_rows):
+        faults.append(f"the drafter's vocab_size is {drafter.vocab_size}, the target's {target.vocab_size}")
+    outside = [i for i in ids if not 0 <= i < target.num_hidden_layers]
+    if outside:
+        faults.append(f"target_layer_ids {outside} lie outside the target's {target.num_hidden_layers} layers")
+    if faults:
+        raise ValueError("this drafter does not fit this target: " + "; ".join(faults))
+    return dataclasses.replace(target, target_layer_ids=ids)
+
+
+def chain_faults(target: TargetConfig, drafter: Eagle3Config | MTPConfig) -> list[str]:
+    """What a drafter that drafts token by token says otherwise than the target."""
+    faults = []
+    reads = drafter.target_hidden_size if isinstance(drafter, Eagle3Config) else drafter.hidden_size
+    if reads != target.hidden_size:
+        faults.append(f"the drafter reads features of width {reads}, the target's are {target.hidden_size}")
+    if isinstance(drafter, MTPConfig):
+        if drafter.num_target_layers != target.num_hidden_layers:
+            faults.append(
+                f"the drafter was made for a target of {drafter.num_target_layers} layers, this target has "
+                f"{target.num_hidden_layers}"
+            )
+    elif drafter.hidden_size != target.hidden_size and not (drafter.own_embedding and drafter.own_head):
+        faults.append(
+            f"the drafter's hidden_size {drafter.hidden_size} differs from the target's {target.hidden_size}, whose "
+            "embedding or head it shares"
+        )
+    return faults
+
+
+def disagreements(target: TargetConfig, drafter: DrafterConfig) -> list[str]:
+    """What a DFlash drafter says otherwise than the target."""
     faults = []
     if drafter.num_target_layers is not None and drafter.num_target_layers != target.num_hidden_layers:
         faults.append(
@@ -266,21 +433,23 @@ def pair(target: TargetConfig, drafter: DrafterConfig) -> TargetConfig:
             f"the drafter's hidden_size {drafter.hidden_size} differs from the target's {target.hidden_size}, whose "
             "embedding it shares"
         )
-    if drafter.vocab_size not in (target.vocab_size, target.vocab_rows):
-        faults.append(f"the drafter's vocab_size is {drafter.vocab_size}, the target's {target.vocab_size}")
     if not 0 <= drafter.mask_token_id < target.vocab_rows:
         faults.append(
             f"mask_token_id {drafter.mask_token_id} is not a row of the target's embedding ({target.vocab_rows} rows)"
         )
-    outside = [i for i in drafter.target_layer_ids if i >= target.num_hidden_layers]
-    if outside:
-        faults.append(f"target_layer_ids {outside} lie outside the target's {target.num_hidden_layers} layers")
-    if faults:
-        raise ValueError("this drafter does not fit this target: " + "; ".join(faults))
-    return dataclasses.replace(target, target_layer_ids=drafter.target_layer_ids)
+    return faults
 
 
-def to_json(cfg: TargetConfig | DrafterConfig) -> dict[str, Any]:
+def drafter_type(data: dict[str, Any]) -> type[AnyDrafterConfig]:
+    """Which drafter a config written by ``to_json`` describes. Raises ValueError for one that is not known."""
+    kinds: dict[str, type[AnyDrafterConfig]] = {"dflash": DrafterConfig, "eagle3": Eagle3Config, "mtp": MTPConfig}
+    method = data.get("method", "dflash")
+    if method not in kinds:
+        raise ValueError(f"a drafter of method {method!r} is not known; built: {', '.join(kinds)}")
+    return kinds[method]
+
+
+def to_json(cfg: TargetConfig | AnyDrafterConfig) -> dict[str, Any]:
     """A config as plain JSON values."""
     return dataclasses.asdict(cfg)
 

@@ -16,10 +16,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from dflash_jax.config import DrafterConfig, GptOssConfig, HybridConfig, LayerType, MoeConfig, TargetConfig
+from dflash_jax.config import (
+    AnyDrafterConfig,
+    DrafterConfig,
+    Eagle3Config,
+    GptOssConfig,
+    HybridConfig,
+    LayerType,
+    MoeConfig,
+    MTPConfig,
+    TargetConfig,
+)
 from dflash_jax.sharding import sharding_of
 
 Params = dict[str, Any]
+AnyConfig = TargetConfig | AnyDrafterConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class Leaf:
             raise ValueError(f"{len(self.shape)} dimensions {self.shape} with {len(self.axes)} axes {self.axes}")
 
 
-def attention_leaves(cfg: TargetConfig | DrafterConfig, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> Params:
+def attention_leaves(cfg: AnyConfig, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> Params:
     """q [D, N, H], k and v [D, G, H], o [N, H, D]; biases and head norms where the model has them."""
     dim, heads, kv_heads, head = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     leaves: Params = {
@@ -55,7 +66,7 @@ def attention_leaves(cfg: TargetConfig | DrafterConfig, qkv_bias: bool, o_bias: 
     return leaves
 
 
-def mlp_leaves(cfg: TargetConfig | DrafterConfig, bias: bool) -> Params:
+def mlp_leaves(cfg: AnyConfig, bias: bool) -> Params:
     """gate and up [D, F], down [F, D]."""
     dim, width = cfg.hidden_size, cfg.intermediate_size
     leaves: Params = {
@@ -70,7 +81,7 @@ def mlp_leaves(cfg: TargetConfig | DrafterConfig, bias: bool) -> Params:
     return leaves
 
 
-def expert_leaves(cfg: MoeConfig, bias: bool) -> Params:
+def expert_leaves(cfg: MoeConfig | MTPConfig, bias: bool) -> Params:
     """router [D, E], expert_gate_up [E, D, 2, F], expert_down [E, F, D] with their biases; the shared expert alike.
 
     Experts are declared as they run: a fused copy of them at load would double the largest arrays of a model.
@@ -121,14 +132,14 @@ def delta_leaves(cfg: HybridConfig) -> Params:
     }
 
 
-def gated_attention_leaves(cfg: HybridConfig) -> Params:
+def gated_attention_leaves(cfg: HybridConfig | MTPConfig) -> Params:
     """Attention whose q [D, N, 2 H] holds each head's query, then its gate."""
     leaves = attention_leaves(cfg, qkv_bias=False, o_bias=False, qk_norm=True)
     q = leaves["q"]
     return {**leaves, "q": Leaf((*q.shape[:2], 2 * cfg.head_dim), q.axes)}
 
 
-def norm_leaves(cfg: TargetConfig | DrafterConfig) -> Params:
+def norm_leaves(cfg: AnyConfig) -> Params:
     """The two norms of a decoder layer [D]."""
     return {name: Leaf((cfg.hidden_size,), ("embed",)) for name in ("input_norm", "post_norm")}
 
@@ -181,9 +192,63 @@ def drafter_leaves(cfg: DrafterConfig) -> Params:
     return leaves
 
 
-def leaves_of(cfg: TargetConfig | DrafterConfig) -> Params:
-    """The declaration of either kind of model."""
-    return target_leaves(cfg) if isinstance(cfg, TargetConfig) else drafter_leaves(cfg)
+def eagle3_leaves(cfg: Eagle3Config) -> Params:
+    """The declaration of an EAGLE-3 drafter. fc is [K * Dt, D], the first layer's q, k and v are [2D, ..]; embed [V, D]
+    and head [Vd, D] where the files bring them, d2t [Vd] as in ``drafter_leaves``."""
+    dim = cfg.hidden_size
+    layer = {
+        **norm_leaves(cfg),
+        **attention_leaves(cfg, cfg.attention_bias, cfg.attention_bias, cfg.qk_norm),
+        **mlp_leaves(cfg, cfg.mlp_bias),
+    }
+    wide = {name: Leaf((2 * dim, *layer[name].shape[1:]), layer[name].axes) for name in "qkv"}
+    first = {**layer, **wide, "hidden_norm": Leaf((dim,), ("embed",))}
+    leaves: Params = {
+        "fc": Leaf((cfg.taps * cfg.target_hidden_size, dim), ("taps", "embed")),
+        "final_norm": Leaf((dim,), ("embed",)),
+        "layers": [first, *(dict(layer) for _ in range(cfg.num_hidden_layers - 1))],
+    }
+    if cfg.norm_before_fc:
+        leaves["taps_norm"] = Leaf((cfg.taps * cfg.target_hidden_size,), ("taps",))
+    if cfg.fc_norm:
+        leaves |= {f"tap{i}_norm": Leaf((cfg.target_hidden_size,), ("embed",)) for i in range(cfg.taps)}
+    if cfg.own_embedding:
+        leaves["embed"] = Leaf((cfg.vocab_size, dim), ("vocab", "embed"))
+    if cfg.own_head:
+        leaves["head"] = Leaf((cfg.draft_vocab_size, dim), ("vocab", "embed"))
+    if cfg.draft_vocab_size < cfg.vocab_size:
+        leaves["d2t"] = Leaf((cfg.draft_vocab_size,), ("vocab",))
+    return leaves
+
+
+def mtp_leaves(cfg: MTPConfig) -> Params:
+    """The declaration of a multi-token-prediction head. fc is [2D, D], embedding first; q [D, N, 2H] holds each head's
+    query, then its gate. All norms are stored as their difference from one."""
+    dim = cfg.hidden_size
+    layer = {
+        **norm_leaves(cfg),
+        **gated_attention_leaves(cfg),
+        **(expert_leaves(cfg, bias=False) if cfg.num_experts else mlp_leaves(cfg, bias=False)),
+    }
+    return {
+        "fc": Leaf((2 * dim, dim), ("taps", "embed")),
+        "embedding_norm": Leaf((dim,), ("embed",)),
+        "hidden_norm": Leaf((dim,), ("embed",)),
+        "final_norm": Leaf((dim,), ("embed",)),
+        "layers": [layer],
+    }
+
+
+DECLARATIONS: dict[type, Callable[[Any], Params]] = {
+    DrafterConfig: drafter_leaves,
+    Eagle3Config: eagle3_leaves,
+    MTPConfig: mtp_leaves,
+}
+
+
+def leaves_of(cfg: AnyConfig) -> Params:
+    """The declaration of any kind of model."""
+    return target_leaves(cfg) if isinstance(cfg, TargetConfig) else DECLARATIONS[type(cfg)](cfg)
 
 
 def map_named(function: Callable[[str, Any], Any], tree: Any, prefix: str = "") -> Any:
@@ -203,7 +268,7 @@ def flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def unflatten(flat: Mapping[str, Any], cfg: TargetConfig | DrafterConfig) -> Params:
+def unflatten(flat: Mapping[str, Any], cfg: AnyConfig) -> Params:
     """The inverse of ``flatten`` for the declaration of ``cfg``. Raises ValueError listing all missing or unknown
     names.
     """
@@ -225,7 +290,7 @@ def dtype_of(name: str, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if kind in FLOAT32 else jnp.dtype(dtype)
 
 
-def abstract(cfg: TargetConfig | DrafterConfig, dtype: jnp.dtype, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract(cfg: AnyConfig, dtype: jnp.dtype, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Flat {path: ShapeDtypeStruct with its sharding}: what a restore or an init fills."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, dtype), sharding=sharding_of(leaf.axes, leaf.shape, mesh))
@@ -233,7 +298,7 @@ def abstract(cfg: TargetConfig | DrafterConfig, dtype: jnp.dtype, mesh: Mesh) ->
     }
 
 
-def init(cfg: TargetConfig | DrafterConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
+def init(cfg: AnyConfig, key: Array, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """Random parameters on the mesh: norms one (zero where they are zero-centred), biases zero, matrices normal with
     variance 1 / fan-in."""
     flat = abstract(cfg, dtype, mesh)
@@ -244,7 +309,7 @@ def init(cfg: TargetConfig | DrafterConfig, key: Array, dtype: jnp.dtype, mesh: 
     made = {}
     for key, (name, spec) in zip(keys, flat.items(), strict=True):
         kind = name.split(".")[-1]
-        if isinstance(cfg, HybridConfig) and kind in NORMS:
+        if isinstance(cfg, HybridConfig | MTPConfig) and kind in NORMS:
             made[name] = random_leaf("bias", spec, 1, key)
             continue
         made[name] = random_leaf(kind, spec, fan_in(kind, spec.shape, cfg.hidden_size), key)
@@ -255,6 +320,8 @@ def fan_in(kind: str, shape: tuple[int, ...], dim: int) -> int:
     """Numbers that one output of the parameter ``kind`` sums over."""
     if kind in ("expert_down", "delta_conv"):
         return shape[-2 if kind == "expert_down" else -1]
+    if kind in ("q", "k", "v"):
+        return shape[0]
     return dim if kind in FROM_STREAM else math.prod(shape[:-1])
 
 
@@ -314,13 +381,13 @@ def unpack_layer(packed: Params, declared: Mapping[str, Leaf]) -> Params:
     return layer
 
 
-def norms_as_run(params: Params, cfg: TargetConfig | DrafterConfig) -> Params:
+def norms_as_run(params: Params, cfg: AnyConfig) -> Params:
     """Norms that multiply in float32 as they run, w of gpt-oss and 1 + w of hybrids; w itself stays beside it, for
     export. Other families' norms multiply in the model's dtype."""
-    if not isinstance(cfg, HybridConfig | GptOssConfig):
+    if not isinstance(cfg, HybridConfig | MTPConfig | GptOssConfig):
         return params
     norms = {name: params[name] for name in NORMS if name in params}
-    centre = 1.0 if isinstance(cfg, HybridConfig) else 0.0
+    centre = 0.0 if isinstance(cfg, GptOssConfig) else 1.0
     wide = {name: centre + w.astype(jnp.float32) for name, w in norms.items()}
     return {**params, **wide, **{f"{name}{AS_STORED}": w for name, w in norms.items()}}
 
@@ -334,11 +401,12 @@ def as_stored(params: Params) -> Params:
 # Projections of a delta net in the order in which they are fused; a family has the first two or the other four.
 DELTA = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a")
 # Parameters whose outputs sum over the residual stream, or that stand for it.
-FROM_STREAM = ("embed", "head", "q", "k", "v", "expert_gate_up", "shared_gate_up", "shared_gate", *DELTA)
+FROM_STREAM = ("embed", "head", "expert_gate_up", "shared_gate_up", "shared_gate", *DELTA)
 PLAIN = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias", *DELTA)
 FUSED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias", "delta_in")
 FLOAT32 = ("a_log", "delta_norm")
-NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")  # of the decoder; zero-centred in a hybrid
+# Of the decoder, and of a multi-token-prediction head; zero-centred in a hybrid and its head.
+NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm", "embedding_norm", "hidden_norm")
 AS_STORED = "_as_stored"
 CONTEXT = ("context_kv", "context_kv_bias", "context_k_norm")
 # Logical axes of the arrays that only the packed layout has.
@@ -366,7 +434,7 @@ def context_projection(layers: list[Params]) -> Params:
     return stacked
 
 
-def pack(params: Params, cfg: TargetConfig | DrafterConfig, mesh: Mesh, consume: bool = False) -> Params:
+def pack(params: Params, cfg: AnyConfig, mesh: Mesh, consume: bool = False) -> Params:
     """Plain parameters -> the fused layout that the forward passes read, placed on ``mesh``.
 
     ``consume`` deletes the plain arrays of a layer once they are fused, so that memory holds the model and one layer
@@ -391,7 +459,7 @@ def pack(params: Params, cfg: TargetConfig | DrafterConfig, mesh: Mesh, consume:
     return packed
 
 
-def unpack(packed: Params, cfg: TargetConfig | DrafterConfig) -> Params:
+def unpack(packed: Params, cfg: AnyConfig) -> Params:
     """The inverse of ``pack``, bit for bit: for export."""
     plain = {k: v for k, v in as_stored(packed).items() if k not in CONTEXT}
     declared = leaves_of(cfg)["layers"]

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax import cache, drafters, sampling, targets, verify
 from dflash_jax.cache import PagedKV, Recurrent, View
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import AnyDrafterConfig, TargetConfig
 from dflash_jax.drafters import TargetIO
 from dflash_jax.sampling import HostArray, RowSampling
 from dflash_jax.verify import Accept
@@ -29,7 +29,7 @@ class Model:
     """The static half of a model pair: configs, kernels' implementation, how many top logprobs a step returns."""
 
     target: TargetConfig
-    drafter: DrafterConfig | None
+    drafter: AnyDrafterConfig | None
     kernels: str
     top_logprobs: int = 0
 
@@ -49,7 +49,8 @@ class ModelParams(struct.PyTreeNode):
 class StepState(struct.PyTreeNode):
     """What the device keeps between steps; donated to every step.
 
-    R row slots: lengths int32 [R] tokens in both caches, anchor int32 [R]; carry is the drafter's (DFlash: ());
+    R row slots: lengths int32 [R] tokens in both caches, anchor int32 [R]; carry [R, C] is the drafter's after each
+    row's last token, carry_pages [pages, C] that after each page's last token (DFlash: both ());
     recurrent the states of the target's recurrent layers, the first R slots being the rows'.
     """
 
@@ -59,6 +60,7 @@ class StepState(struct.PyTreeNode):
     anchor: Array
     recurrent: Recurrent
     carry: Any = ()
+    carry_pages: Any = ()
 
 
 class StepInputs(struct.PyTreeNode):
@@ -113,16 +115,23 @@ def new_state(model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, 
         layers, kv_heads, head_dim = implementation.cache_shape(cfg)
         return cache.empty(layers, pages * page, page, kv_heads, head_dim, dtype, mesh)
 
+    width = 0 if model.drafter is None else drafters.of(model.drafter).carry_width(model.drafter)
+
+    def carries(count: int) -> Any:
+        return jnp.zeros((count, width), dtype, device=replicated) if width else ()
+
     return StepState(
         target=pool(targets.of(model.target), model.target),
         drafter=None if model.drafter is None else pool(drafters.of(model.drafter), model.drafter),
         lengths=jnp.zeros((rows,), jnp.int32, device=replicated),
         anchor=jnp.zeros((rows,), jnp.int32, device=replicated),
+        carry=carries(rows),
+        carry_pages=carries(pages),
         recurrent=cache.no_states(targets.of(model.target).state_shape(model.target), rows, dtype, mesh),
     )
 
 
-def block_of(drafter: DrafterConfig | None, block_size: int | None) -> int:
+def block_of(drafter: AnyDrafterConfig | None, block_size: int | None) -> int:
     """The block size to decode with: ``block_size``, or the drafter's trained size, or 1 without a drafter.
 
     Raises ValueError for a block without a drafter; warns once above the trained size.
@@ -234,7 +243,45 @@ def draft(
         # The verifier's own draw, noise and filters included: a drafter with the target's logits would always be right.
         return sampling.draw(logits, inputs.sampling, positions)
 
-    return drafter.draft(params.drafter, borrow(params, model), cfg, anchor, lengths, view, state.carry, draw)
+    carry = carry_of(state, inputs, lengths)
+    return drafter.draft(params.drafter, borrow(params, model), cfg, anchor, lengths, view, carry, draw)
+
+
+def carry_of(state: StepState, inputs: StepInputs | PrefillInputs, lengths: Array) -> Any:
+    """The drafter's carry [B, C] behind lengths [B] tokens: at a page's end the page's, so that a row that starts on
+    cached pages finds it there; inside a page the row's own; zeros before the first token."""
+    page = state.target.page
+    column = jnp.clip(lengths // page - 1, 0, inputs.table.shape[1] - 1)
+    last = jnp.take_along_axis(jnp.asarray(inputs.table), column[:, None], axis=1)[:, 0]
+
+    def chosen(own: Array, pages: Array) -> Array:
+        own = own.at[inputs.rows].get(mode="fill", fill_value=0)
+        paged = pages.at[last].get(mode="fill", fill_value=0)
+        return jnp.where((lengths > 0)[:, None], jnp.where((lengths % page == 0)[:, None], paged, own), 0)
+
+    return jax.tree.map(chosen, state.carry, state.carry_pages)
+
+
+def keep_carry(
+    state: StepState, inputs: StepInputs | PrefillInputs, carries: Any, positions: Array, keep: Array
+) -> StepState:
+    """The state with the carries [B, T, C] after each row's last kept token (bool [B, T]) and after each page's."""
+    page, last = state.target.page, keep.sum(axis=1) - 1
+    rows = jnp.where(last >= 0, inputs.rows, state.lengths.shape[0])
+    column = jnp.clip(positions // page, 0, inputs.table.shape[1] - 1)
+    ends = keep & (positions % page == page - 1) & (positions // page < inputs.table.shape[1])
+
+    def own(kept: Array, carries: Array) -> Array:
+        final = jnp.take_along_axis(carries, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
+        return kept.at[rows].set(final.astype(kept.dtype), mode="drop")
+
+    def paged(kept: Array, carries: Array) -> Array:
+        ids = jnp.where(ends, jnp.take_along_axis(jnp.asarray(inputs.table), column, axis=1), kept.shape[0])
+        return kept.at[ids].set(carries.astype(kept.dtype), mode="drop")
+
+    return state.replace(
+        carry=jax.tree.map(own, state.carry, carries), carry_pages=jax.tree.map(paged, state.carry_pages, carries)
+    )
 
 
 def commit(
@@ -259,17 +306,18 @@ def commit(
         return written
     drafter = drafters.of(model.drafter)
     view = View(state.drafter, inputs.table, lengths, model.kernels)
-    rows, carry = drafter.extend(
+    rows, carries = drafter.extend(
         params.drafter,
         borrow(params, model),
         model.drafter,
-        hidden.features,
+        drafter.reads(model.drafter, hidden),
         tokens,
         keep.sum(axis=1),
         view,
-        state.carry,
+        carry_of(state, inputs, lengths),
     )
-    return written.replace(drafter=cache.commit(state.drafter, rows, slots, model.kernels), carry=carry)
+    written = written.replace(drafter=cache.commit(state.drafter, rows, slots, model.kernels))
+    return keep_carry(written, inputs, carries, positions, keep)
 
 
 def advance(state: StepState, rows: Array, lengths: Array, anchor: Array) -> StepState:

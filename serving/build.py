@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from convert.load import Loaded
 from dflash_jax import verify
-from dflash_jax.config import DrafterConfig
+from dflash_jax.config import AnyDrafterConfig
 from dflash_jax.params import pack
 from dflash_jax.sharding import Mesh
 from dflash_jax.step import Model, ModelParams, block_of
@@ -68,7 +68,7 @@ def build_engine(
     return Engine(scheduler, Runner(params, model, mesh, shapes, pages, accept), config.overlap)
 
 
-def policy_of(drafter: DrafterConfig | None, config: EngineConfig, mesh: Mesh) -> BlockPolicy:
+def policy_of(drafter: AnyDrafterConfig | None, config: EngineConfig, mesh: Mesh) -> BlockPolicy:
     """How blocks are chosen: as the config fixes them, else by what pays on this kind of device.
 
     Raises ValueError for a block without a drafter.

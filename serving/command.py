@@ -10,7 +10,7 @@ import typer
 from serving.config import EngineConfig
 
 Target = Annotated[str, typer.Option(help="folder or hub id of the target")]
-Drafter = Annotated[str | None, typer.Option(help="folder or hub id of its DFlash drafter")]
+Drafter = Annotated[str | None, typer.Option(help="folder or hub id of its drafter, or mtp: its own head")]
 TokenizerFolder = Annotated[Path | None, typer.Option(help="tokenizer folder, if the target's has none")]
 CompilationCache = Annotated[Path | None, typer.Option(help="compiled steps; default: a folder per user")]
 

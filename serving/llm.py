@@ -31,7 +31,7 @@ class LLM:
 
     Args:
         target: a Hugging Face folder, a hub id, or a folder written by ``python -m convert``, which may hold a drafter.
-        drafter: a DFlash drafter in the same forms.
+        drafter: a DFlash or EAGLE-3 drafter in the same forms, or "mtp": the head that the target's files bring along.
         tokenizer: a tokenizer folder, where the target's own has none.
         options: the fields of ``EngineConfig``.
 
@@ -254,7 +254,7 @@ def start_line(loaded: Loaded, engine: Engine, mesh: Mesh) -> str:
     blocks, runner = engine.scheduler.policy.blocks, engine.runner
     tokens, gigabytes = runner.pages * engine.scheduler.page_size, runner.cache_bytes / 1e9
     return (
-        f"{loaded.target.model_type} target, {'DFlash drafter' if loaded.drafter else 'no drafter'}, "
+        f"{loaded.target.model_type} target, {f'{loaded.drafter.title} drafter' if loaded.drafter else 'no drafter'}, "
         f"block {'/'.join(map(str, dict.fromkeys(blocks.values())))}, {loaded.dtype}, kernels {runner.model.kernels}, "
         f"{mesh.size} x {mesh.devices.flat[0].device_kind}, K/V of {tokens:,} tokens ({gigabytes:.2f} GB)"
         + (f"; not divisible by {parts}, so on every device: {', '.join(whole)}" if whole else "")

@@ -112,7 +112,7 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of both models' pages."""
-        return bytes_of((self.state.target, self.state.drafter))
+        return bytes_of((self.state.target, self.state.drafter, self.state.carry_pages))
 
     @property
     def planned_bytes(self) -> int:
@@ -245,7 +245,7 @@ class Runner:
 def bytes_of_page(model: Model, dtype: Any, page_size: int, mesh: Mesh) -> int:
     """Bytes on each device of one page of both models' K/V."""
     state = new_state(model, 1, 1, page_size, dtype, mesh)
-    return shard_bytes((state.target, state.drafter))
+    return shard_bytes((state.target, state.drafter, state.carry_pages))
 
 
 def shard_bytes(tree: Any) -> int:

@@ -1,7 +1,8 @@
 """Engines for tests: built as ``serving.LLM`` builds them, round tiny pairs or round models whose texts are known.
 
 The checksum pair computes its next token from *every* token before it, as it reads them in its pages: a page that is
-lost, stale or somebody else's changes the text (the target's) or the acceptance (the drafter's), exactly.
+lost, stale or somebody else's changes the text (the target's) or the acceptance (the drafter's), exactly. The drafter
+carries the sum along, too: a carry that is not its row's changes the acceptance.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,13 +98,20 @@ class DrafterModule:
     def cache_shape(self, cfg: ChecksumDrafter) -> tuple[int, int, int]:
         return 1, 1, 1
 
+    def carry_width(self, cfg: ChecksumDrafter) -> int:
+        return 1
+
+    def reads(self, cfg: ChecksumDrafter, hidden: Hidden) -> Array:
+        return hidden.features
+
     def with_block(self, cfg: ChecksumDrafter, block: int) -> ChecksumDrafter:
         return replace(cfg, block_size=block)
 
     def extend(
         self, params: Any, io: TargetIO, cfg: Any, features: Array, tokens: Array, valid: Array, view: View, carry: Any
     ) -> tuple[Rows, Any]:
-        return stored(tokens), carry
+        totals = carry + jnp.cumsum(tokens * weights(view.positions(tokens.shape[1])), axis=1)
+        return stored(tokens), (totals % VOCAB)[..., None].astype(jnp.float32)
 
     def draft(
         self, params: Any, io: TargetIO, cfg: Any, anchor: Array, lengths: Array, view: View, carry: Any, draw: Draw
@@ -117,7 +125,9 @@ class DrafterModule:
             wrong = (params["period"] > 0) & (positions % jnp.maximum(params["period"], 1) == 0)
             return (token, total), jnp.where(wrong, (token + 1) % VOCAB, token)
 
-        _, drafts = lax.scan(step, (anchor, cached_sum(view)), jnp.arange(cfg.block_size - 1))
+        carried = carry[:, 0].astype(jnp.int32)  # what the pages say, or drafts are wrong
+        total = jnp.where(carried == cached_sum(view), carried, carried + 1)
+        _, drafts = lax.scan(step, (anchor, total), jnp.arange(cfg.block_size - 1))
         return jnp.concatenate([anchor[:, None], drafts.T.astype(jnp.int32)], axis=1)
 
 

@@ -61,6 +61,12 @@ class DrafterModule:
     def cache_shape(self, cfg: ScriptedDrafter) -> tuple[int, int, int]:
         return 0, 1, 1
 
+    def carry_width(self, cfg: ScriptedDrafter) -> int:
+        return 0
+
+    def reads(self, cfg: ScriptedDrafter, hidden: Hidden) -> Array:
+        return hidden.features
+
     def with_block(self, cfg: ScriptedDrafter, block: int) -> ScriptedDrafter:
         return replace(cfg, block_size=block)
 

@@ -212,7 +212,7 @@ def test_targets_that_are_not_built_are_refused(fields, said):
         ({"draft_vocab_size": 40}, {}, "draft_vocab_size = 40"),
         ({"quantization_config": {}}, {}, "quantization_config"),
         ({"architectures": ["DFlashOtherModel"]}, {}, "DFlashOtherModel is not supported"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "EAGLE-3 drafter"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, {}, "EAGLE drafter of another kind"),
         ({}, {"target_layer_ids": [1, 1]}, "duplicates"),
         ({}, {"target_layer_ids": [-1, 1]}, r"\[-1\] lie outside"),
         ({}, {"target_layer_ids": [1, 4]}, r"\[4\] lie outside the target's 4 layers"),
@@ -276,8 +276,8 @@ def test_speculators_count_layers_from_one():
     assert cfg.target_hidden_size == 32
     with pytest.raises(CheckpointError, match="DSpark"):
         drafter_config({**tiny.SPECULATOR, "sample_from_anchor": True})
-    with pytest.raises(CheckpointError, match="EAGLE-3"):
-        drafter_config({**tiny.SPECULATOR, "speculators_model_type": "eagle3"})
+    with pytest.raises(CheckpointError, match="EAGLE drafter of another kind"):
+        drafter_config({**tiny.SPECULATOR, "speculators_model_type": "eagle"})
     with pytest.raises(CheckpointError) as error:
         drafter_config(
             {"speculators_model_type": "dflash", "transformer_layer_config": {**tiny.BASE, "head_dim": None}}

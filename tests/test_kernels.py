@@ -25,7 +25,8 @@ HERE = [name for name, platforms in backend.IMPLEMENTED.items() if platforms is 
 class Case:
     """Rows of several lengths; ``causal`` True, False or "tree" (a given mask), ``window`` None or a width.
 
-    ``asking``: how many of the block's last rows are queries (None: all). sinks: whether heads have them.
+    ``asking``: how many of the block's last rows are queries (None: all). sinks: whether heads have them. since: the
+    first position that is seen.
     """
 
     block: int
@@ -40,6 +41,7 @@ class Case:
     dtype: str = "float32"
     asking: int | None = None
     sinks: bool = False
+    since: int = 0
 
 
 CASES = [
@@ -66,6 +68,10 @@ CASES = [
     Case(3, (40, 9), head_dim=256, dtype="bfloat16", share=1),
     Case(2, (40, 9), head_dim=96),
     Case(140, (130,), share=1, kv_heads=1),  # several tiles of queries
+    Case(5, (0, 1, 34), asking=1, since=1),
+    Case(7, (0, 20, 1), since=1, page=8, valid=(7, 3, 1)),
+    Case(6, (12, 2), asking=2, since=1, window=5, head_dim=80, page=8, share=3),
+    Case(4, (40, 3), asking=1, since=1, dtype="bfloat16", share=8, kv_heads=1),
 ]
 
 
@@ -80,6 +86,7 @@ def pools(case: Case, rng: np.random.Generator) -> tuple[list[NDArray], NDArray,
         at = np.arange(length)
         slots = table[row, at // case.page] * case.page + at % case.page
         values = rng.normal(size=(2, length, case.kv_heads, case.head_dim)).astype(case.dtype)
+        values[:, : case.since] = np.nan  # nobody sees these
         for part, value in zip(pool, values, strict=True):
             part[slots] = value
         kept.append(values.astype(np.float64))
@@ -100,6 +107,7 @@ def test_block_attention(case: Case, implementation: str) -> None:
     sinks = rng.normal(size=heads).astype(case.dtype) if case.sinks else None
     for row in range(rows):  # rows that do not exist may hold anything
         kv[row, valid[row] :] = np.nan
+        kv[row, : max(case.since - lengths[row], 0)] = np.nan  # and so may rows that nobody sees
     parents = [-1, 0, 0, 1, 1, 2, 3, 5, 5, 7, 8, 9, 9, 11, 12, 14][: case.block]
     tree = tree_mask(parents) if case.causal == "tree" else np.ones((case.block, case.block), bool)
     depth = tree.sum(axis=1) - 1 if case.causal == "tree" else np.arange(case.block)
@@ -108,9 +116,10 @@ def test_block_attention(case: Case, implementation: str) -> None:
     rule = jnp.asarray(tree) if case.causal == "tree" else bool(case.causal)
     call = jax.jit(
         lambda *args: block_attention(
-            *args, page=case.page, causal=rule, window=case.window, sinks=sinks, implementation=implementation
+            *args, page=case.page, causal=rule, window=case.window, sinks=sinks, since=case.since,
+            implementation=implementation,
         )
-    )
+    )  # fmt: skip
     out = call(q, kv, *pool, table, lengths, valid, positions)
     np.testing.assert_array_equal(out, call(q, kv, *pool, table, lengths, valid, positions))  # the same each time
     assert out.dtype == jnp.dtype(case.dtype)
@@ -123,6 +132,7 @@ def test_block_attention(case: Case, implementation: str) -> None:
         visible = np.concatenate([np.ones((len(s), size), bool), inside[case.causal]], axis=1)
         if case.window is not None:
             visible &= key_positions > s - case.window
+        visible &= key_positions >= case.since
         keys = np.concatenate([kept[row][0], kv[row, :n, 0].astype(np.float64)])
         values = np.concatenate([kept[row][1], kv[row, :n, 1].astype(np.float64)])
         wide = None if sinks is None else sinks.astype(np.float64)

@@ -2,11 +2,15 @@
 
 from typing import Any
 
-from dflash_jax.config import DrafterConfig
-from dflash_jax.drafters import dflash
+from dflash_jax.config import DrafterConfig, Eagle3Config, MTPConfig
+from dflash_jax.drafters import dflash, eagle3, mtp
 from dflash_jax.drafters.interface import Drafter, TargetIO
 
-IMPLEMENTATIONS: dict[type, Any] = {DrafterConfig: dflash}
+IMPLEMENTATIONS: dict[type, Any] = {
+    DrafterConfig: dflash,
+    Eagle3Config: eagle3.DRAFTER,
+    MTPConfig: mtp.DRAFTER,
+}
 
 
 def of(cfg: Any) -> Drafter:
@@ -15,4 +19,4 @@ def of(cfg: Any) -> Drafter:
     return implementation
 
 
-__all__ = ["IMPLEMENTATIONS", "Drafter", "TargetIO", "dflash", "of"]
+__all__ = ["IMPLEMENTATIONS", "Drafter", "TargetIO", "dflash", "eagle3", "mtp", "of"]

@@ -13,13 +13,24 @@ from jax import Array
 
 from dflash_jax.cache import Finish, Rows, View
 from dflash_jax.config import DrafterConfig
-from dflash_jax.drafters.interface import Draw, TargetIO
+from dflash_jax.drafters.interface import Draw, TargetIO, over_target_ids
 from dflash_jax.layers import Norm, linear, linear_and_norm, logits_of, rope_table
 from dflash_jax.targets.dense import cache_shape, decoder
+from dflash_jax.targets.hidden import Hidden
 
 Params = dict[str, Any]
 
-__all__ = ["block_hidden", "cache_shape", "draft", "extend", "with_block"]
+__all__ = ["block_hidden", "cache_shape", "carry_width", "draft", "extend", "reads", "with_block"]
+
+
+def carry_width(cfg: DrafterConfig) -> int:
+    """Nothing is carried: a row of the cache depends on its own position alone."""
+    return 0
+
+
+def reads(cfg: DrafterConfig, hidden: Hidden) -> Array:
+    """The taps [B, T, K * Dt]."""
+    return hidden.features
 
 
 def with_block(cfg: DrafterConfig, block: int) -> DrafterConfig:
@@ -61,10 +72,7 @@ def scores_of(params: Params, target_io: TargetIO, cfg: DrafterConfig, hidden: A
     """Draft logits float32 [..., V]: the target's head, or the own head scattered to target ids through d2t."""
     if not cfg.own_head:
         return target_io.head(hidden)
-    ids = jnp.arange(cfg.draft_vocab_size) + params["d2t"]
-    logits = logits_of(hidden, params["head"])
-    full = jnp.full((*logits.shape[:-1], cfg.vocab_size), -jnp.inf, logits.dtype)
-    return full.at[..., ids].set(logits)
+    return over_target_ids(logits_of(hidden, params["head"]), params["d2t"], cfg.vocab_size)
 
 
 def draft(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dflash_jax.cache import Delta, Rows, View, attend
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from dflash_jax.layers import Norm, Normed, linear, linear_and_norm, logits_of, norm_of, rope_table, split_heads
 from dflash_jax.targets.hidden import Hidden
 
@@ -43,9 +43,7 @@ def head(params: Params, cfg: TargetConfig, final: Array) -> Array:
     return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab_size, logits, -jnp.inf)
 
 
-def swiglu(
-    layer: Params, cfg: TargetConfig | DrafterConfig, x: Array, normed: Normed, norm: Norm, kernels: str
-) -> tuple[Array, Normed]:
+def swiglu(layer: Params, cfg: Any, x: Array, normed: Normed, norm: Norm, kernels: str) -> tuple[Array, Normed]:
     """The dense ``FeedForward``."""
     wide = linear(normed, layer["gate_up"], bias=layer.get("gate_up_bias"), gated=True, implementation=kernels)
     bias = layer.get("down_bias")
@@ -54,10 +52,10 @@ def swiglu(
 
 def decoder_layer(
     layer: Params,
-    cfg: TargetConfig | DrafterConfig,
+    cfg: TargetConfig | DrafterConfig | Eagle3Config,
     index: int,
     x: Array,
-    normed: Normed,
+    normed: Array | Normed,
     following: Array,
     rope: tuple[Array, Array],
     positions: Array,
@@ -70,7 +68,8 @@ def decoder_layer(
     """Attention, then the feed-forward, each on top of the residual stream.
 
     Args:
-        x, normed: [B, T, D] the stream, and normed by the layer's input norm.
+        x, normed: [B, T, D] the stream, and normed by the layer's input norm (or [B, T, C], where the layer's queries,
+            keys and values read something else).
         following: [D] the norm's weight that reads the stream after the layer.
 
     Returns:

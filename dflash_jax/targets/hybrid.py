@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dflash_jax.cache import Delta, Record, Rows, View, attend, delta_rule, recent
-from dflash_jax.config import HybridConfig, HybridMoeConfig
+from dflash_jax.config import HybridConfig, HybridMoeConfig, MTPConfig
 from dflash_jax.layers import Norm, Normed, linear, linear_and_norm, norm_of, rms_norm, rope_table, rotate
 from dflash_jax.targets import dense, moe
 from dflash_jax.targets.dense import embed, head
@@ -43,7 +43,7 @@ def state_shape(cfg: HybridConfig) -> Delta:
 
 def attention(
     layer: Params,
-    cfg: HybridConfig,
+    cfg: HybridConfig | MTPConfig,
     index: int,
     normed: Normed,
     rope: tuple[Array, Array],

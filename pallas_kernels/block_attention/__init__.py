@@ -28,6 +28,7 @@ def block_attention(
     causal: bool | Array,
     window: int | None = None,
     sinks: Array | None = None,
+    since: int = 0,
     implementation: str,
 ) -> Array:
     """softmax(q [K_pages ; k]^T / sqrt(H) + mask) [V_pages ; v], grouped-query, softmax in float32.
@@ -47,11 +48,24 @@ def block_attention(
             bool [T, S] mask (query, key) for trees.
         window: sliding window W counting the current token: a key at t is visible to a query at s only if t > s - W.
         sinks: float [N] a score per head that takes part in the softmax and has no value (gpt-oss).
+        since: keys at positions below are never seen: drafters that pair a feature with the next token have no row 0.
         implementation: a key of ``IMPLEMENTATIONS``.
 
     Returns:
         [B, T, N, H] in q's dtype. Queries that see nothing give zeros.
     """
     return IMPLEMENTATIONS[implementation](
-        q, kv, k_pages, v_pages, table, lengths, valid, positions, page=page, causal=causal, window=window, sinks=sinks
+        q,
+        kv,
+        k_pages,
+        v_pages,
+        table,
+        lengths,
+        valid,
+        positions,
+        page=page,
+        causal=causal,
+        window=window,
+        sinks=sinks,
+        since=since,
     )

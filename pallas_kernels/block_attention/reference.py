@@ -22,6 +22,7 @@ def block_attention(
     causal: bool | Array,
     window: int | None,
     sinks: Array | None = None,
+    since: int = 0,
 ) -> Array:
     """See ``pallas_kernels.block_attention``."""
     rows, queries, heads, head_dim = q.shape
@@ -32,8 +33,8 @@ def block_attention(
 
     slots = (table[:, :, None] * page + jnp.arange(page)).reshape(rows, -1)
     context = slots.shape[1]
-    in_pages = jnp.arange(context) < lengths[:, None]  # [B, S]
-    in_block = jnp.arange(block) < valid[:, None]  # [B, T]
+    in_pages = (jnp.arange(context) < lengths[:, None]) & (jnp.arange(context) >= since)  # [B, S]
+    in_block = (jnp.arange(block) < valid[:, None]) & (positions >= since)  # [B, T]
 
     # 0 x NaN is NaN: values that no query may see are zeroed, not only given weight zero.
     page_values = jnp.where(in_pages[..., None, None], v_pages.at[slots].get(mode="clip"), 0)

@@ -98,6 +98,7 @@ def block_attention(
     causal: bool | Array,
     window: int | None,
     sinks: Array | None = None,
+    since: int = 0,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -115,7 +116,14 @@ def block_attention(
     out = jax.ShapeDtypeStruct((*parts, head_dim), q.dtype)
     weight = jax.ShapeDtypeStruct(parts, jnp.float32)
     kernel = partial(
-        attend, sizes=sizes, tiling=tiling, tokens=tokens, causal=causal is True, window=window, extras=tuple(names)
+        attend,
+        sizes=sizes,
+        tiling=tiling,
+        tokens=tokens,
+        causal=causal is True,
+        window=window,
+        since=since,
+        extras=tuple(names),
     )
     result = backend.call(
         kernel,
@@ -131,7 +139,8 @@ def block_attention(
 
 def attend(
     table: Any, lengths: Any, valid: Any, positions: Any, q: Any, kv: Any, k_pages: Any, v_pages: Any,
-    *refs: Any, sizes: Sizes, tiling: Tiling, tokens: int, causal: bool, window: int | None, extras: tuple[str, ...],
+    *refs: Any, sizes: Sizes, tiling: Tiling, tokens: int, causal: bool, window: int | None, since: int,
+    extras: tuple[str, ...],
 ) -> None:  # fmt: skip
     """One program: grid (query tiles x splits, KV heads, rows)."""
     optional = dict(zip(extras, refs, strict=False))
@@ -166,6 +175,13 @@ def attend(
         mixed = mixed * shrink[:, None] + product(weights.astype(values.dtype), values, 0)
         return higher, total * shrink + weights.sum(axis=1), mixed
 
+    def seen_since(position: Array, keys: Array, values: Array, visible: Array, carry: Any) -> Any:
+        """``absorb`` without the keys that nobody sees, which may hold anything."""
+        if not since:
+            return absorb(keys, values, visible, carry)
+        there = position >= since
+        return absorb(keys, jnp.where(there[:, None], values, 0), visible & there[None, :], carry)
+
     def pages(step: Array, carry: Any) -> Any:
         position = step * tiling.keys + jnp.arange(tiling.keys)
         inside = jnp.minimum(position, length - 1)  # the loop runs only where length > 0
@@ -173,7 +189,7 @@ def attend(
         visible = (position < length)[None, :]
         if window is not None:
             visible &= position[None, :] > at[:, None] - window
-        return absorb(load(k_pages, slot, head), load(v_pages, slot, head), visible, carry)
+        return seen_since(position, load(k_pages, slot, head), load(v_pages, slot, head), visible, carry)
 
     def block(step: Array, carry: Any) -> Any:
         index = step * size + jnp.arange(size)
@@ -186,7 +202,7 @@ def attend(
             visible &= optional["rule"][t[:, None], inside[None, :]] != 0
         if window is not None:
             visible &= key_at[None, :] > at[:, None] - window
-        return absorb(load(kv, row, inside, 0, head), load(kv, row, inside, 1, head), visible, carry)
+        return seen_since(key_at, load(kv, row, inside, 0, head), load(kv, row, inside, 1, head), visible, carry)
 
     first = 0 if window is None else jnp.maximum(at.min() - window + 1, 0) // tiling.keys
     many = pl.cdiv(length, tiling.keys) - first

@@ -43,6 +43,7 @@ from benchmarks.measuring import (
 from benchmarks.shapes import TARGETS, alone, random_pair
 from dflash_jax import Model, make_mesh, verify
 from dflash_jax.cache import bytes_of, resolve
+from dflash_jax.config import DrafterConfig
 from serving.request import SamplingParams
 from serving.runner import GPU_OPTIONS, PREFIX, Runner, sampling_bits
 from serving.shapes import DecodeShape, PrefillShape, Shapes
@@ -88,7 +89,9 @@ class Case:
         return (PrefillShape if self.kind == "prefill" else DecodeShape)(self.rows, self.tokens, self.pages)
 
     def phases(self, model: Model, itemsize: int) -> list[Phase]:
-        """Its floor."""
+        """Its floor. Raises ValueError for a drafter whose floor is not known."""
+        if not isinstance(model.drafter, DrafterConfig | None):
+            raise ValueError(f"the floor of {model.drafter.title} drafters is not known")
         if self.kind == "prefill":
             return prefill_phases(model.target, model.drafter, self.rows, self.tokens, self.start, itemsize)
         mean = self.start + self.kept * (self.ahead - 1) / 2

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from convert.hf_config import read_json
-from convert.load import load, load_drafter
-from dflash_jax import Generation, Model, ModelParams, generate, make_mesh
+from convert.load import MTP, load, load_drafter
+from dflash_jax import Generation, Model, ModelParams, drafters, generate, make_mesh
 from dflash_jax.config import DrafterConfig
 from dflash_jax.params import pack
 from dflash_jax.reference import full_pass
 from dflash_jax.verify import equality
-from goldens import passes
+from goldens import chains, passes
 from goldens.case import DRAFT_LOGITS_BOUND, HIDDEN_BOUND, Case, Verdict, bound_of, not_built, spread
 from goldens.laws import check_laws
 
@@ -95,22 +95,27 @@ def check_chain(case: Case, runner: passes.Runner, verdict: Verdict, bound: floa
 def check_drafter(case: Case, kernels: str, verdict: Verdict) -> None:
     """A drafter: from given features always, and its loops where the target is built."""
     method = case.about.get("method", "dflash")
-    if method != "dflash":
+    if method not in ("dflash", *chains.METHODS):
         verdict.skipped.append(f"drafter method {method} is not built")
         return
-    folder, target = case.path(case.about["checkpoint"]), case.path(case.about["target"])
+    target = case.path(case.about["target"])
     if (target / "checkpoint").is_dir():
         target = target / "checkpoint"
-    check_draft(case, folder, target, kernels, verdict)
+    folder = case.path(case.about["checkpoint"]) if case.about["checkpoint"] else target
+    check = check_draft if method == "dflash" else chains.check_rows
+    check(case, folder, target, kernels, verdict)
+    if "loops" not in case.about:  # rows alone, with no more of a target than its tables
+        return
     if reason := not_built(target):
         verdict.skipped.append(f"loops ({reason})")
         return
-    params, model = load_pair(target, folder, kernels)
+    params, model = load_pair(target, MTP if method == "mtp" else folder, kernels)
     check_features(case, params, model, bound_of(target), verdict)
-    check_loops(case, case.about.get("loops", ()), "loop", params, model, verdict)
+    loops = [{"block_size": run.get("num_drafts", 0) + 1, **run} for run in case.about.get("loops", ())]
+    check_loops(case, loops, "loop", params, model, verdict, beyond=method == "dflash")
 
 
-def load_pair(target: Path, drafter: Path, kernels: str) -> tuple[ModelParams, Model]:
+def load_pair(target: Path, drafter: str | Path, kernels: str) -> tuple[ModelParams, Model]:
     """A pair in float32, packed."""
     mesh = make_mesh()
     with warnings.catch_warnings():  # default layer ids warn; check_draft compares and notes them
@@ -131,6 +136,7 @@ def check_draft(case: Case, folder: Path, target: Path, kernels: str, verdict: V
         warnings.simplefilter("always", UserWarning)
         cfg, plain = load_drafter(folder, "float32", mesh, target)
     verdict.notes += ["default target_layer_ids"] if any("target_layer_ids" in str(w.message) for w in said) else []
+    assert isinstance(cfg, DrafterConfig)
     compare_config(cfg, case, verdict)
     arrays = case.arrays
     tables = passes.borrowed_tables(target)
@@ -190,7 +196,8 @@ def check_features(case: Case, params: ModelParams, model: Model, bound: float, 
     """The target's own taps (and logits) on the context, in one pass without a cache."""
     hidden, logits = full_pass(params.target, model.target, case.arrays["ctx.input_ids"][None])
     expected = case.arrays["ctx.features"]
-    verdict.close("features", hidden.features[0], expected, bound * spread(expected))
+    features = hidden.features if model.drafter is None else drafters.of(model.drafter).reads(model.drafter, hidden)
+    verdict.close("features", features[0], expected, bound * spread(expected))
     verdict.close("target_logits", logits[0, :, : model.target.vocab_size], case.arrays.get("ctx.target_logits"), bound)
 
 
@@ -207,9 +214,20 @@ class Recorder:
 
 
 def check_loops(
-    case: Case, runs: Sequence[Mapping[str, Any]], prefix: str, params: ModelParams, model: Model, verdict: Verdict
+    case: Case,
+    runs: Sequence[Mapping[str, Any]],
+    prefix: str,
+    params: ModelParams,
+    model: Model,
+    verdict: Verdict,
+    beyond: bool = True,
 ) -> None:
-    """Greedy runs at every block size: ids, acceptance lengths and, where the case has them, each round's block."""
+    """Greedy runs at every block size: ids, acceptance lengths and, where the case has them, each round's block.
+
+    beyond: whether the loop that made them ends when its limit is exceeded, as the DFlash authors' does, not when it is
+    reached: a run whose last round hits the limit exactly has one more round there. Asking for one token more
+    reproduces that; the token is cut.
+    """
     prompts = [p.tolist() for p in case.several(r"prompt(\d+)\.input_ids")]
     recorder = Recorder() if any(f"{prefix}{r['run']}.round_block_ids" in case.arrays for r in runs) else None
     done: dict[tuple[int, int, tuple[int, ...]], tuple[list[Generation], list[NDArray]]] = {}
@@ -217,7 +235,7 @@ def check_loops(
         stop, limit, number = tuple(run["stop_token_ids"] or ()), run["max_new_tokens"], run["run"]
         key = (run["block_size"], limit, stop)
         if key not in done:  # all prompts at once: one batch shape, so one compilation a block size
-            done[key] = run_loop(params, model, prompts, limit, run["block_size"], stop, recorder)
+            done[key] = run_loop(params, model, prompts, limit + beyond, run["block_size"], stop, recorder)
         generations, blocks = done[key]
         ours, row = generations[run["prompt"]], run["prompt"]
         expected, where = case.arrays[f"{prefix}{number}.output_ids"], f"{prefix}{number} (block {run['block_size']})"
@@ -245,16 +263,12 @@ def run_loop(
     stop: Sequence[int],
     recorder: Recorder | None,
 ) -> tuple[list[Generation], list[NDArray]]:
-    """Every prompt's greedy run, and the blocks [B, T] of each round.
-
-    The authors' loop ends when its limit is exceeded, not when it is reached, so a run whose last round hits the limit
-    exactly has one more round there. Asking for one token more reproduces that; the token is cut by the caller.
-    """
+    """Every prompt's greedy run of ``limit`` tokens, and the blocks [B, T] of each round."""
     rule: Callable[..., jax.Array] = equality if recorder is None else recorder
     with warnings.catch_warnings():  # blocks above the trained size warn
         warnings.simplefilter("ignore", UserWarning)
         out = generate(
-            params, model, prompts, limit + 1, mesh=make_mesh(), block_size=block, stop=stop, page=64, accept=rule
+            params, model, prompts, limit, mesh=make_mesh(), block_size=block, stop=stop, page=64, accept=rule
         )
     if recorder is None:
         return out, []
@@ -291,7 +305,7 @@ def check_real(expected: Path, folder: Path | None, kernels: str, verdict: Verdi
     for block in dict.fromkeys(run["block_size"] for run in about["runs"]):
         runs = [run for run in about["runs"] if run["block_size"] == block]
         limit, stop = about["max_new_tokens"], about["stop_token_ids"]
-        out, _ = run_loop(params, model, [run["prompt_ids"] for run in runs], limit, block, stop, None)
+        out, _ = run_loop(params, model, [run["prompt_ids"] for run in runs], limit + 1, block, stop, None)
         for i, (run, ours) in enumerate(zip(runs, out, strict=True)):
             where = f"block {block} run {i}"
             verdict.same(f"b{block} ids", ours.tokens[:limit], run["output_ids"], f"{where} ids")
