@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engines import Garage, checksum_pair, request_of
 from jax.sharding import Mesh
-from test_theorem import NEW, PAGE, SAMPLING, plain_of, same_as_plain
+from test_theorem import NEW, PAGE, SAMPLING, Plain, plain_of, same_as_plain
 from tiny_chains import eagle3_for, fitted, mtp_for, with_drafter
 from tiny_models import Pair
 
@@ -116,8 +116,13 @@ def test_a_lost_carry_is_seen(mesh: Mesh, garage: Garage, monkeypatch: pytest.Mo
     assert rounds[1][0] < 6
 
 
+@pytest.fixture(scope="module")
+def plain(tiny: Pair) -> Plain:
+    return plain_of(tiny, [np.random.default_rng(n).integers(0, 89, n).tolist() for n in (3, 17, 1, 30)])
+
+
 @pytest.mark.parametrize("family", ["eagle3", "deep", "mtp", "pre_norm"])
-def test_random_heads_change_no_token(tiny: Pair, mesh: Mesh, family: str) -> None:
+def test_random_heads_change_no_token(tiny: Pair, plain: Plain, mesh: Mesh, family: str) -> None:
     """The theorem, at every temperature and with every filter."""
     target = tiny.model.target
     flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "qk_norm": True}
@@ -128,8 +133,6 @@ def test_random_heads_change_no_token(tiny: Pair, mesh: Mesh, family: str) -> No
         "mtp": lambda: mtp_for(target),
         "pre_norm": lambda: mtp_for(target, mtp_hidden="pre_norm"),
     }[family]()
-    prompts = [np.random.default_rng(n).integers(0, 89, n).tolist() for n in (3, 17, 1, 30)]
-    plain = plain_of(tiny, prompts)
     pair = with_drafter(tiny, cfg, mesh)
     rows = generate(pair.params, pair.model, plain.prompts, NEW, mesh=mesh, sampling=SAMPLING, page=PAGE)
     same_as_plain(rows, plain)
