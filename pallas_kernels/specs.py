@@ -1,4 +1,4 @@
-"""Named shapes of the ops that read and write K/V: what benchmarks time and tuning tunes.
+"""Named shapes of the ops: what benchmarks time and tuning tunes.
 
 The shapes are those of decode steps and prefill chunks of published models (Qwen3-8B and 4B and Llama-3.1-8B share
 their K/V shapes) at the contexts that engines see.
@@ -67,6 +67,34 @@ class InjectSpec:
         return 2 * self.tokens * self.layers * 2 * self.kv_heads * self.head_dim
 
 
+@dataclass(frozen=True)
+class LinearSpec:
+    """A ``linear`` of ``tokens`` tokens; with ``norm`` a ``linear_and_norm`` onto a residual."""
+
+    name: str
+    tokens: int
+    features: int
+    columns: int
+    gated: bool = False
+    norm: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def weights(self) -> int:
+        """Numbers of the weight."""
+        return self.features * self.columns * (2 if self.gated else 1)
+
+    @property
+    def values(self) -> int:
+        """Numbers that must be moved: weight, input, output; the residual, and the norm's."""
+        return self.weights + self.tokens * (self.features + self.columns * (3 if self.norm else 1))
+
+    @property
+    def flops(self) -> float:
+        """Operations of the product."""
+        return 2.0 * self.tokens * self.weights
+
+
 QWEN3_8B, SMOLLM2 = (8, 4, 128), (3, 3, 64)  # KV heads, query heads of each, head_dim
 
 
@@ -102,18 +130,44 @@ INJECT = tuple(
     for layers, raw in ((5, True), (36, False), (1, False))
     for n in (16, 64, 256, 512, 2048)
 )
+
+
+def decoder_maps(model: str, tokens: int, dim: int, width: int, heads: int, qkv: int) -> tuple[LinearSpec, ...]:
+    """The four maps of a decoder layer."""
+    return (
+        LinearSpec(f"{model} qkv x {tokens}", tokens, dim, qkv),
+        LinearSpec(f"{model} o x {tokens}", tokens, heads, dim, norm=True),
+        LinearSpec(f"{model} gate_up x {tokens}", tokens, dim, width, gated=True),
+        LinearSpec(f"{model} down x {tokens}", tokens, width, dim, norm=True),
+    )
+
+
+LINEAR = tuple(
+    spec
+    for tokens in (16, 32)
+    for spec in (
+        *decoder_maps("8b", tokens, 4096, 12288, 4096, 6144),
+        LinearSpec(f"8b fc x {tokens}", tokens, 5 * 4096, 4096, norm=True),
+        LinearSpec(f"8b context x {tokens}", tokens, 4096, 5 * 2048),
+        *decoder_maps("4b", tokens, 2560, 9728, 4096, 6144),
+        *decoder_maps("smollm2", tokens, 576, 1536, 576, 960),
+    )
+)
 SMALL = (  # what a CPU can time
     AttentionSpec("small 2x64 T1", 2, 1, 64, *SMOLLM2),
     AttentionSpec("small 2x64 T4", 2, 4, 64, *SMOLLM2),
     AttentionSpec("small 2x64 T4 full W16", 2, 4, 64, *SMOLLM2, causal=False, window=16),
     InjectSpec("small 2 raw x 8", 8, 2, 3, 64, raw=True),
     InjectSpec("small 2 finished x 8", 8, 2, 3, 64),
+    LinearSpec("small gated x 4", 4, 64, 48, gated=True),
+    LinearSpec("small norm x 4", 4, 48, 64, norm=True),
 )
-SETS: dict[str, tuple[AttentionSpec | InjectSpec, ...]] = {
+SETS: dict[str, tuple[AttentionSpec | InjectSpec | LinearSpec, ...]] = {
     "decode": DECODE,
     "draft": DRAFT,
     "window": WINDOW,
     "prefill": PREFILL,
     "inject": INJECT,
+    "linear": LINEAR,
     "small": SMALL,
 }

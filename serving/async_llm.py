@@ -221,12 +221,13 @@ class Mailbox:
     async def take(self) -> list[Chunk]:
         """Wait for news and fetch all of them; nothing where nothing more will come."""
         while True:
-            await self.ready.wait()
-            self.ready.clear()
+            stopped = self.stopped  # before the chunks: those that came before the end are fetched first
             with self.lock:
                 taken, self.chunks = self.chunks, {}
-            if taken or self.stopped:
+            if taken or stopped:
                 return list(taken.values())
+            self.ready.clear()  # what comes from here on sets it again, in this very loop, so behind this line
+            await self.ready.wait()
 
 
 def joined(first: Chunk, then: Chunk) -> Chunk:

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from serving import blocks, lines
+from serving import blocks, command, lines
 from serving.config import EngineConfig
 from serving.llm import LLM
 from serving.offline import Answer, Output, answers
@@ -34,7 +34,6 @@ SHOWN_ERRORS = 10  # on the terminal; the output has them all
 SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it, and could not bring it back if it were stopped at once
 FINISHING = b"\nfinishing what has begun; once more to stop at once\n"
 
-Dtype = Literal["auto", "float32", "bfloat16"]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
@@ -218,11 +217,11 @@ def run(
 
 @app.command(help=f"{__doc__}\n{lines.__doc__}")
 def batch(
-    target: Annotated[str, typer.Option(help="folder or hub id of the target")],
+    target: command.Target,
     source: Annotated[Path, typer.Option("--input", help="the lines to answer")],
     output: Annotated[Path, typer.Option(help="where the records go")],
-    drafter: Annotated[str | None, typer.Option(help="folder or hub id of its DFlash drafter")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder, if the target's has none")] = None,
+    drafter: command.Drafter = None,
+    tokenizer: command.TokenizerFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on behind what the output has")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="throw away what the output has")] = False,
     stats: Annotated[Path | None, typer.Option(help="write the summary as JSON")] = None,
@@ -237,35 +236,22 @@ def batch(
     logprobs: Annotated[int | None, typer.Option(help="log-probabilities of so many tokens a place")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on behind end-of-sequence ids")] = False,
     seed: Annotated[int, typer.Option(help="of lines that bring none")] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="auto: as the target's files")] = "auto",
+    dtype: command.Dtype = "auto",
     block_size: Annotated[int | None, typer.Option(help="tokens a round; default: the best for a full batch")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="rows decoded together")] = EngineConfig.max_num_seqs,
-    max_model_len: Annotated[int | None, typer.Option(help="prompt and output tokens")] = None,
-    page_size: Annotated[int, typer.Option(help="tokens a K/V page")] = EngineConfig.page_size,
-    num_pages: Annotated[int | None, typer.Option(help="K/V pages; default: what the memory holds")] = None,
-    prefill_chunk: Annotated[int, typer.Option(help="prompt tokens a step")] = EngineConfig.prefill_chunk,
-    prefix_cache: Annotated[bool, typer.Option(help="share the K/V of prompts that begin alike")] = True,
-    overlap: Annotated[bool, typer.Option(help="plan a step while the one before runs")] = True,
-    kernels: Annotated[str, typer.Option(help="auto, or an implementation")] = EngineConfig.kernels,
-    tensor_parallel_size: Annotated[int, typer.Option(help="devices that share the model")] = 1,
+    max_num_seqs: command.MaxNumSeqs = EngineConfig.max_num_seqs,
+    max_model_len: command.MaxModelLen = None,
+    page_size: command.PageSize = EngineConfig.page_size,
+    num_pages: command.NumPages = None,
+    prefill_chunk: command.PrefillChunk = EngineConfig.prefill_chunk,
+    prefix_cache: command.PrefixCache = True,
+    overlap: command.Overlap = True,
+    kernels: command.Kernels = EngineConfig.kernels,
+    tensor_parallel_size: command.TensorParallelSize = 1,
     warm_up: Annotated[bool, typer.Option(help="compile everything before the first line")] = True,
-    compilation_cache: Annotated[Path | None, typer.Option(help="compiled steps; default: a folder per user")] = None,
+    compilation_cache: command.CompilationCache = None,
 ) -> None:
     """The command; ``--help`` shows the docstrings of this module and of ``serving.lines``."""
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "block_size": block_size,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "prefill_chunk": prefill_chunk,
-        "prefix_cache": prefix_cache,
-        "overlap": overlap,
-        "kernels": kernels,
-        "seed": seed,
-        "tensor_parallel_size": tensor_parallel_size,
-    }
+    options = command.engine_options(locals())
     wanted = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "n": n, "stop": stop}
     sampling: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
     sampling |= {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "logprobs": logprobs}

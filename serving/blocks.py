@@ -17,7 +17,8 @@ Costs = Mapping[int, Mapping[int, float]]  # rows -> block -> ms a step
 
 USUAL = 0.75  # chance that a draft is accepted which tables are made for: about 4 tokens a round at block 16
 FORGET = 0.9  # weight of a row's past a round later
-FORGET_ALL = 0.999  # and of all rows' past an observation later
+FORGET_ALL = 0.98  # and of all rows' past an observation, or a step of a pause, later
+FEW = 4.0  # drafts: the weight of what is only assumed
 TRIES = 2  # rounds of a new try
 OTHERS = {"gpu": "nvidia-h200"}  # whose costs stand for kinds of a platform that nobody has measured
 SHORT_PAUSE, LONG_PAUSE = 16, 128  # steps before the first and the later tries
@@ -39,8 +40,14 @@ class Acceptance:
 
     def observe(self, width: int, count: int, forget: float = FORGET) -> None:
         """A round of ``width`` tokens emitted ``count``: count - 1 drafts confirmed, and one refused before the end."""
-        self.tried = self.tried * forget + (count - 1) + (count < width)
-        self.confirmed = self.confirmed * forget + (count - 1)
+        self.fade(forget)
+        self.tried += (count - 1) + (count < width)
+        self.confirmed += count - 1
+
+    def fade(self, forget: float) -> None:
+        """Let what was seen so far weigh less, at the same chance."""
+        self.tried *= forget
+        self.confirmed *= forget
 
     def wait(self) -> None:
         """Stop drafting for a pause, a longer one each time."""
@@ -63,11 +70,11 @@ class BlockPolicy:
     blocks: Mapping[int, int]
     cost: dict[int, float]
     fixed: bool = False
-    overall: Acceptance = field(default_factory=lambda: Acceptance(4.0, 4.0 * USUAL))
+    overall: Acceptance = field(default_factory=lambda: Acceptance(FEW, FEW * USUAL))
 
     def start(self) -> Acceptance:
         """The state of a new row: what all rows say, at the weight of a few drafts."""
-        return Acceptance(4.0, 4.0 * self.overall.chance)
+        return Acceptance(FEW, FEW * self.overall.chance)
 
     def choose(self, rows: Sequence[Acceptance]) -> tuple[int, list[int]]:
         """The block of a step and the width of each of its rows, 1 .. block."""
@@ -77,6 +84,8 @@ class BlockPolicy:
             return block, [block] * len(rows)
         if self.overall.rest:
             self.overall.rest -= 1
+            if self.overall.tried > FEW:  # a pause brings no observations, and time passes all the same
+                self.overall.fade(FORGET_ALL)
             if self.overall.rest >= TRIES:
                 return 1, [1] * len(rows)
             for row in rows:  # a new try, of all rows together

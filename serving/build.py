@@ -117,7 +117,7 @@ def warm_up(engine: Engine, progress: bool | None = None) -> None:
     scheduler, runner = engine.scheduler, engine.runner
     shapes, policy = scheduler.shapes, scheduler.policy
     every = shapes.all({n: sorted({block} if policy.fixed else {block, 1}) for n, block in policy.blocks.items()})
-    with counting(len(every), progress) as done:
+    with counting(len(every), progress, lambda: f"{runner.planned_bytes / 1e9:.2f} GB a device") as done:
         runner.warm_up(every, done)
     if not (policy.fixed or engine.busy or (scheduler.tree and scheduler.tree.pages)):
         measure_costs(engine, policy.blocks)
@@ -132,12 +132,14 @@ def measure_costs(engine: Engine, rows: Iterable[int]) -> None:
 
 
 @contextmanager
-def counting(steps: int, progress: bool | None) -> Iterator[Callable[[], None]]:
-    """Shows how many steps are compiled: a bar on a terminal, else one line at the end."""
+def counting(steps: int, progress: bool | None, need: Callable[[], str]) -> Iterator[Callable[[], None]]:
+    """Shows how many steps are compiled: a bar on a terminal, else a line before; at the end what they ``need``."""
     console, start = Console(stderr=True, highlight=False), perf_counter()
     columns = (TextColumn("compiling steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = console.is_terminal if progress is None else progress
+    if not shown:
+        console.print(f"compiling {steps} steps ...")
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown) as bar:
         task = bar.add_task("", total=steps)
         yield lambda: bar.advance(task)
-    console.print(f"{steps} steps compiled in {perf_counter() - start:.0f} s")
+    console.print(f"{steps} steps compiled in {perf_counter() - start:.0f} s; the largest needs {need()}")

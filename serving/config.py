@@ -12,7 +12,8 @@ class EngineConfig:
     dtype: "auto" (as the target's files), "float32" or "bfloat16". block_size: tokens a round, the anchor included
     (None: up to the drafter's trained size, by what pays; 1: drafting off). max_model_len: prompt + output tokens
     (None: the target's max_position_embeddings). max_num_seqs: rows decoded together. page_size: tokens a K/V page.
-    num_pages: of the pool (None: what max_num_seqs rows of max_model_len tokens need, if memory has it).
+    num_pages: of the pool (None: what max_num_seqs rows of max_model_len tokens need, if memory has it); a pool of less
+    than max_model_len tokens ends prompts and outputs earlier.
     prefill_chunk: prompt tokens a prefill step, over all rows. prefix_cache: keep the K/V of finished requests for
     prompts that begin alike. overlap: plan a step while the one before runs. kernels: "auto" or an implementation of
     ``pallas_kernels``. seed: of requests that bring none (None: fresh noise every call). tensor_parallel_size: devices

@@ -1,8 +1,11 @@
 """The loop: plan, submit, and only then wait for the step before. The device always has its next step.
 
-With ``overlap`` off each step is awaited before the next is planned: slower, and the same tokens.
+A step's results come back, are taken in, and the next but one is planned and launched while the next runs. Where that
+is shorter than all this takes, one more step is kept on its way. With ``overlap`` off each step is awaited before the
+next is planned: slower, and the same tokens.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -12,15 +15,24 @@ from serving.runner import Pending, Runner
 from serving.scheduler import DecodePlan, Scheduler
 from serving.stats import StepStats
 
+SHORT_S = 4e-3  # a step below this many seconds is over before the next but one can be on its way
+SMOOTHING = 0.1  # weight of a step in the running mean of their times
+
 
 @dataclass
 class Engine:
-    """Drives requests through the runner. Not for several threads at once: whoever shares it locks."""
+    """Drives requests through the runner. Not for several threads at once: whoever shares it locks.
+
+    inflight: steps on their way, the oldest first. pace: running mean of the seconds from one step's end to the next's;
+    finished: when the last one ended, None where nothing was on its way then.
+    """
 
     scheduler: Scheduler
     runner: Runner
     overlap: bool = True
     inflight: deque[Pending] = field(default_factory=deque)
+    pace: float = math.inf
+    finished: float | None = None
 
     @property
     def stats(self) -> StepStats:
@@ -54,7 +66,7 @@ class Engine:
             except BaseException as error:  # an interrupt too: the plan is made, and nothing will come of it
                 self.abandon(error)
                 raise
-        keep = 1 if self.overlap and plan is not None else 0
+        keep = max(len(self.inflight) - 1, 0) if plan is None else self.ahead
         touched: list[Request] = []
         while len(self.inflight) > keep:
             touched += self.finish()
@@ -62,6 +74,13 @@ class Engine:
         for request in touched:
             request.notify(request)
         return touched
+
+    @property
+    def ahead(self) -> int:
+        """How many steps stay on their way when a new one was submitted."""
+        if not self.overlap:
+            return 0
+        return 2 if self.pace < SHORT_S else 1
 
     def finish(self) -> list[Request]:
         """Wait for the oldest step in flight and take its results."""
@@ -71,8 +90,13 @@ class Engine:
         except Exception as error:
             self.abandon(error)
             raise
-        self.stats.wait_s += perf_counter() - start
+        end = perf_counter()
+        self.stats.wait_s += end - start
         plan = self.inflight.popleft().plan  # only now: an interrupted wait can be repeated
+        if self.finished is not None:
+            last = end - self.finished
+            self.pace = last if math.isinf(self.pace) else self.pace + SMOOTHING * (last - self.pace)
+        self.finished = end if self.inflight else None
         if isinstance(plan, DecodePlan):
             self.stats.steps += 1
             self.stats.rows += len(plan.slots)
@@ -83,6 +107,7 @@ class Engine:
     def abandon(self, error: BaseException) -> None:
         """Start anew after a step that failed: what the device held is lost."""
         self.inflight.clear()
+        self.finished = None
         self.runner.reset()
         for request in self.scheduler.reset(f"the engine's step failed: {type(error).__name__}: {error}"):
             request.notify(request)

@@ -160,7 +160,9 @@ def ask_plain(value: Mapping[str, Any], defaults: SamplingParams) -> Ask:
 def ask_openai(value: Mapping[str, Any], defaults: SamplingParams) -> Ask:
     """What a line of OpenAI's form asks; null is as good as nothing there."""
     refuse_unknown(value.keys() - {"custom_id", "method", "url", "body"})
-    check("custom_id", value.get("custom_id"), str)
+    if "custom_id" not in value:
+        raise ValueError("a line with a body needs a custom_id")
+    check("custom_id", value["custom_id"], str)
     check("body", value["body"], dict)
     if value.get("method", "POST") != "POST":
         raise ValueError(f"method must be POST, got {shown(value['method'])}")

@@ -50,7 +50,7 @@ class LLM:
     ) -> None:
         self.config = EngineConfig(**options)
         mesh = make_mesh(model=self.config.tensor_parallel_size)
-        kernels = resolve(self.config.kernels, mesh.devices.flat[0].platform)
+        kernels = resolve(self.config.kernels, mesh.devices.flat[0].platform, mesh.size)
         checkpoint = open_checkpoint(target, drafter)
         positions = checkpoint.target.max_position_embeddings
         self.max_model_len = self.config.max_model_len or positions
@@ -69,6 +69,21 @@ class LLM:
         self.unwanted: deque[Request] = deque()
         for line in (*loaded.notes, start_line(loaded, self.engine, mesh)):
             print(line, file=sys.stderr)
+        if self.context < self.max_model_len:
+            print(f"{self.holder} ends prompts and outputs, not max_model_len {self.max_model_len}", file=sys.stderr)
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its output may have together: max_model_len, or what the page pool holds."""
+        return min(self.max_model_len, self.engine.scheduler.capacity)
+
+    @property
+    def holder(self) -> str:
+        """What sets ``context``, in words."""
+        if self.context == self.max_model_len:
+            return f"max_model_len {self.max_model_len}"
+        pages = self.engine.scheduler.pool.total
+        return f"the K/V pool of {self.context} tokens ({pages} pages of {self.config.page_size})"
 
     def warm_up(self, progress: bool | None = None) -> None:
         """Compile every step that can occur, so that nothing compiles later, and measure when drafting pays.
@@ -207,7 +222,7 @@ class LLM:
         self, index: int, sample: int, ids: tuple[int, ...], params: SamplingParams, key: tuple[int, int]
     ) -> Request:
         """One Request, failed where its prompt cannot be continued."""
-        room = self.max_model_len - len(ids)
+        room = self.context - len(ids)
         request = Request(
             index=index,
             sample=sample,
@@ -221,9 +236,7 @@ class LLM:
         if not ids:
             request.fail("the prompt is empty")
         elif room < 1:
-            request.fail(
-                f"the prompt has {len(ids)} tokens; max_model_len {self.max_model_len} leaves no room for output"
-            )
+            request.fail(f"the prompt has {len(ids)} tokens; {self.holder} leaves no room for output")
         elif min(ids) < 0 or max(ids) >= self.vocab_rows:
             request.fail(f"the prompt has ids outside 0 .. {self.vocab_rows - 1}: {min(ids)} .. {max(ids)}")
         return request

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from dflash_jax import verify
 from dflash_jax.cache import bytes_of
@@ -50,8 +51,6 @@ GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",
 }
-
-Step = Callable[[ModelParams, StepState, Any], tuple[StepState, "Packed"]]
 
 
 # What a step returns: int32 [B, 2 + 2 T] count, finite, tokens, bits of logprobs; and [B, T, 2 k] the top logprobs.
@@ -98,7 +97,7 @@ class Runner:
         )
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.state = self.empty()
-        self.steps: dict[DecodeShape | PrefillShape, Step] = {}
+        self.steps: dict[DecodeShape | PrefillShape, Compiled] = {}
         # Launching a step of many small kernels takes as long as they run; meanwhile this thread plans the next one.
         self.launcher = ThreadPoolExecutor(1, "launcher")
         self.table = np.full((shapes.max_rows, shapes.max_pages), pages, np.int32)
@@ -121,16 +120,23 @@ class Runner:
         """Bytes of both models' pages."""
         return bytes_of((self.state.target, self.state.drafter))
 
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes on each device when the largest step compiled so far runs: parameters, caches, its workspace."""
+        work = [analysis for step in self.steps.values() if (analysis := step.memory_analysis()) is not None]
+        most = max((w.temp_size_in_bytes + w.output_size_in_bytes - w.alias_size_in_bytes for w in work), default=0)
+        return shard_bytes((self.params, self.state)) + int(most)
+
     # --- compilation
 
-    def step(self, shape: DecodeShape | PrefillShape) -> Step:
+    def step(self, shape: DecodeShape | PrefillShape) -> Compiled:
         """The compiled step of a shape, compiled now where it is not."""
         if shape not in self.steps:
             self.steps[shape] = self.compiled(shape)
             self.shapes.ready.add(shape)
         return self.steps[shape]
 
-    def compiled(self, shape: DecodeShape | PrefillShape) -> Step:
+    def compiled(self, shape: DecodeShape | PrefillShape) -> Compiled:
         """Compile a step from shapes alone; nothing runs."""
         model, accept, pages = self.model, self.accept, shape.pages
 
@@ -193,7 +199,7 @@ class Runner:
         packed = self.packed(plan)
         return Pending(plan, self.launcher.submit(self.launch, self.step(plan.shape), packed, plan.logprobs))
 
-    def launch(self, step: Step, packed: np.ndarray, logprobs: bool) -> Packed:
+    def launch(self, step: Compiled, packed: np.ndarray, logprobs: bool) -> Packed:
         """Hand a step to the device, and ask for the copy of its results."""
         self.state, (rows, top) = step(self.params, self.state, packed)
         rows.copy_to_host_async()
@@ -256,8 +262,12 @@ def bytes_of_state(model: Model, dtype: Any, mesh: Mesh) -> int:
 def bytes_of_page(model: Model, dtype: Any, page_size: int, mesh: Mesh) -> int:
     """Bytes on each device of one page of both models' K/V."""
     state = new_state(model, 1, 1, page_size, dtype, mesh)
-    leaves = jax.tree.leaves((state.target, state.drafter))
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return shard_bytes((state.target, state.drafter))
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays on each device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def free_bytes(mesh: Mesh) -> int | None:
@@ -272,7 +282,7 @@ def use_compilation_cache(folder: Path | None = None) -> None:
     """Keep compiled steps in a folder, so that the next start need not wait for XLA. None: where JAX is told to keep
     them already, else in the user's cache folder."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    chosen = folder or jax.config.read("jax_compilation_cache_dir") or home / "dflash-jax" / "xla"
+    chosen = folder or jax.config.values["jax_compilation_cache_dir"] or home / "dflash-jax" / "xla"
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles many steps that take less
 

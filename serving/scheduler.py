@@ -172,6 +172,11 @@ class Scheduler:
         """Pages that are free or can be made so."""
         return self.pool.free + (self.tree.idle if self.tree else 0)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages together hold."""
+        return self.pool.total * self.page_size
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)

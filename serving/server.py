@@ -11,11 +11,12 @@ import socket
 import sys
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 import uvicorn
 
+from serving import command
 from serving.async_llm import AsyncLLM
 from serving.config import EngineConfig
 from serving.llm import LLM
@@ -24,14 +25,13 @@ from serving.server_app import Limits, create_app
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 UNREAD_S = 5  # seconds that clients have to read their last words
-Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @app.command(help=__doc__)
 def serve(
-    target: Annotated[str, typer.Option(help="folder or hub id of the target")],
-    drafter: Annotated[str | None, typer.Option(help="folder or hub id of its DFlash drafter")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder, if the target's has none")] = None,
+    target: command.Target,
+    drafter: command.Drafter = None,
+    tokenizer: command.TokenizerFolder = None,
     served_model_name: Annotated[str | None, typer.Option(help="what clients call it; default: the target")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; the default takes this machine's clients only")] = (
         "127.0.0.1"
@@ -43,35 +43,22 @@ def serve(
     max_request_bytes: Annotated[int, typer.Option(min=1, help="beyond: 413")] = Limits.request_bytes,
     grace: Annotated[int, typer.Option(min=0, help="seconds that requests may finish in at the end")] = 30,
     warm_up: Annotated[bool, typer.Option(help="compile everything before listening")] = True,
-    compilation_cache: Annotated[Path | None, typer.Option(help="compiled steps; default: a folder per user")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="auto: as the target's files")] = "auto",
+    compilation_cache: command.CompilationCache = None,
+    dtype: command.Dtype = "auto",
     block_size: Annotated[int | None, typer.Option(help="tokens a round; default: by what pays")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="prompt and output tokens")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="rows decoded together")] = EngineConfig.max_num_seqs,
-    page_size: Annotated[int, typer.Option(help="tokens a K/V page")] = EngineConfig.page_size,
-    num_pages: Annotated[int | None, typer.Option(help="K/V pages; default: what the memory holds")] = None,
-    prefill_chunk: Annotated[int, typer.Option(help="prompt tokens a step")] = EngineConfig.prefill_chunk,
-    prefix_cache: Annotated[bool, typer.Option(help="share the K/V of prompts that begin alike")] = True,
-    overlap: Annotated[bool, typer.Option(help="plan a step while the one before runs")] = True,
-    kernels: Annotated[str, typer.Option(help="auto, or an implementation")] = EngineConfig.kernels,
+    max_model_len: command.MaxModelLen = None,
+    max_num_seqs: command.MaxNumSeqs = EngineConfig.max_num_seqs,
+    page_size: command.PageSize = EngineConfig.page_size,
+    num_pages: command.NumPages = None,
+    prefill_chunk: command.PrefillChunk = EngineConfig.prefill_chunk,
+    prefix_cache: command.PrefixCache = True,
+    overlap: command.Overlap = True,
+    kernels: command.Kernels = EngineConfig.kernels,
     seed: Annotated[int | None, typer.Option(help="of requests that bring none; default: fresh noise")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="devices that share the model")] = 1,
+    tensor_parallel_size: command.TensorParallelSize = 1,
 ) -> None:
     """The command."""
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "block_size": block_size,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "prefill_chunk": prefill_chunk,
-        "prefix_cache": prefix_cache,
-        "overlap": overlap,
-        "kernels": kernels,
-        "seed": seed,
-        "tensor_parallel_size": tensor_parallel_size,
-    }
+    options = command.engine_options(locals())
     try:
         key = chosen_key(api_key, api_key_file)
         use_compilation_cache(compilation_cache)

@@ -78,7 +78,7 @@ class Api:
     async def models(self, request: HttpRequest) -> Response:
         """GET /v1/models, all or one."""
         card = {"id": self.model, "object": "model", "created": self.created, "owned_by": "dflash-jax"}
-        card |= {"max_model_len": self.llm.llm.max_model_len}
+        card |= {"max_model_len": self.llm.llm.context}
         name = request.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": [card]})
@@ -127,7 +127,7 @@ class Api:
             raise ApiError(400, str(error), param) from error
         if not requests:
             raise ApiError(400, "the prompt is empty", param)
-        most = self.llm.llm.max_model_len
+        most = self.llm.llm.context
         for request in requests:
             if request.error is not None:
                 code = "context_length_exceeded" if len(request.prompt) >= most else None

@@ -201,8 +201,14 @@ def read(kind: type[Kind], raw: bytes) -> Kind:
 def refusal(error: ValidationError) -> ApiError:
     """The first field that does not fit, and all ways in which it does not."""
     first, *others = error.errors(include_url=False, include_input=False, include_context=False)
-    name = str(first["loc"][0])
+    name, place = str(first["loc"][0]), place_of(first["loc"])
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{'.'.join(map(str, first['loc']))} is not supported", name)
-    reasons = [first["msg"], *(other["msg"] for other in others if other["loc"][0] == name)]
-    return ApiError(400, f"{name}: {' or '.join(dict.fromkeys(reasons))}", name)
+    inside = [other["msg"] for other in others if f"{place_of(other['loc'])}.".startswith(f"{place}.")]
+    return ApiError(400, f"{place}: {' or '.join(dict.fromkeys([first['msg'], *inside]))}", name)
+
+
+def place_of(path: tuple[int | str, ...]) -> str:
+    """Where in the body something does not fit; the kinds that pydantic has tried there are not of interest."""
+    kinds = ("str", "int")
+    return ".".join(str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part not in kinds))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 from tiny_models import Pair
 
 from dflash_jax import Generation, Model, ModelParams, drafters, generate, targets, verify
@@ -28,7 +29,6 @@ from serving.build import build_engine
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import Detokenizer, Request
-from serving.runner import Step
 from serving.shapes import DecodeShape, PrefillShape
 
 VOCAB, LONGEST = 61, 1024
@@ -165,7 +165,7 @@ def checksum_pair(
 class Garage:
     """Builds engines; those of the same model and sizes share their compiled steps, since most of a test is XLA's."""
 
-    compiled: dict[Any, dict[DecodeShape | PrefillShape, Step]] = field(default_factory=dict)
+    compiled: dict[Any, dict[DecodeShape | PrefillShape, Compiled]] = field(default_factory=dict)
     pages: dict[int, int] = field(default_factory=dict)  # id of an engine -> pages that it may use
 
     def engine(
@@ -250,8 +250,10 @@ def generated(pair: Pair, request: Request, block: int, drafter: bool = True) ->
     return generated_all(pair, [request], block, drafter)[0]
 
 
-def generated_all(pair: Pair, requests: Sequence[Request], block: int, drafter: bool = True) -> list[Generation]:
-    """Requests by ``dflash_jax.generate``, in batches of eight that are padded to a few sizes, each cut at its end."""
+def generated_all(
+    pair: Pair, requests: Sequence[Request], block: int, drafter: bool = True, page: int = 512
+) -> list[Generation]:
+    """Requests by ``dflash_jax.generate`` in batches of eight, each cut at its end; a page a row: one shape for all."""
     params, model = (pair.params, pair.model) if drafter else pair.alone
     rows: list[Generation] = []
     for start in range(0, len(requests), 8):
@@ -275,7 +277,7 @@ def generated_all(pair: Pair, requests: Sequence[Request], block: int, drafter: 
             mesh=pair.mesh,
             block_size=block,
             sampling=sampling,
-            page=512,  # one page a row: one shape for all
+            page=page,
         )
         rows += [cut(g, request) for g, request in zip(made, batch, strict=True)]
     return rows[: len(requests)]

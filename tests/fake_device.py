@@ -252,19 +252,20 @@ class Bench:
     def busy(self) -> bool:
         return bool(self.flight or self.scheduler.waiting or self.scheduler.rows)
 
-    def step(self, overlap: bool = True) -> None:
+    def step(self, ahead: int = 1) -> None:
         """As ``Engine.step``; progress is a duty."""
         sent = self.submit()
         assert sent or self.flight or not self.busy, "nothing runs and nothing is waited for"
-        if len(self.flight) > (overlap and sent):
+        keep = ahead if sent else len(self.flight) - 1
+        while self.flight and len(self.flight) > keep:
             self.collect()
 
-    def drain(self, overlap: bool = True, most: int = 10_000) -> None:
+    def drain(self, ahead: int = 1, most: int = 10_000) -> None:
         """Run until nobody waits; all pages must have come back."""
         for _ in range(most):
             if not self.busy:
                 break
-            self.step(overlap)
+            self.step(ahead)
         assert not self.busy, f"not done after {most} steps"
         tree = self.scheduler.tree
         assert self.pool.free + (tree.pages if tree else 0) == self.pages

@@ -10,8 +10,9 @@ Array = NDArray[np.float64]
 Seen = Callable[[int, int], bool]  # (query position, key position) -> visible
 
 
-def attention(q: Array, k: Array, v: Array, visible: NDArray[np.bool_]) -> Array:
-    """q [T, N, H] over k, v [S, G, H] where visible [T, S]; queries that see nothing give zeros."""
+def attention(q: Array, k: Array, v: Array, visible: NDArray[np.bool_], sinks: Array | None = None) -> Array:
+    """q [T, N, H] over k, v [S, G, H] where visible [T, S]; queries that see nothing give zeros. sinks [N]: scores
+    that take their share and have no value."""
     out = np.zeros(q.shape)
     share = q.shape[1] // k.shape[1]
     for t in range(q.shape[0]):
@@ -19,8 +20,10 @@ def attention(q: Array, k: Array, v: Array, visible: NDArray[np.bool_]) -> Array
         for n in range(q.shape[1]):
             if len(keys):
                 scores = k[keys, n // share] @ q[t, n] / np.sqrt(q.shape[2])
+                if sinks is not None:
+                    scores = np.append(scores, sinks[n])
                 weights = np.exp(scores - scores.max())
-                out[t, n] = weights / weights.sum() @ v[keys, n // share]
+                out[t, n] = (weights / weights.sum())[: len(keys)] @ v[keys, n // share]
     return out
 
 

@@ -38,7 +38,7 @@ def write_target(folder: Path) -> Path:
 
 def small(target: Path) -> LLM:
     """The pair with few rows and one block size, so that little compiles."""
-    return LLM(target, PAIR / "draft", dtype="float32", max_num_seqs=8, block_size=8)
+    return LLM(target, PAIR / "draft", dtype="float32", max_num_seqs=4, prefill_chunk=128, block_size=8)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from test_llm import GREEDY, PAIR, PROMPTS, write_tokenizer
 
 from serving import LLM, Chunk, Completion, FinishReason, SamplingParams
-from serving.async_llm import AsyncLLM, EngineError
+from serving.async_llm import AsyncLLM, EngineError, Mailbox
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
@@ -215,6 +215,24 @@ def test_a_failing_step_reaches_every_caller(
     assert "the device is full" in capfd.readouterr().err
     for request in list(llm.engine.scheduler.waiting):  # the broken engine's; the next test wants a clean one
         llm.engine.abort(request)
+
+
+def test_an_end_right_behind_a_chunk_is_heard(llm: LLM) -> None:
+    """Both come before the caller gets its turn; the first must not swallow the second."""
+    made = llm.requests(PROMPTS[0], GREEDY, None)
+
+    async def main() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), made)
+        for word in ("first", "last"):
+            made[0].text += word
+            await asyncio.to_thread(mailbox.put, made[0])
+            if word == "last":
+                await asyncio.to_thread(mailbox.stop)
+            taken = await asyncio.wait_for(mailbox.take(), 5)
+            assert [chunk.text for chunk in taken] == [word]
+        assert await asyncio.wait_for(mailbox.take(), 5) == []
+
+    asyncio.run(main())
 
 
 def test_an_event_loop_that_is_gone_disturbs_nobody(llm: LLM) -> None:

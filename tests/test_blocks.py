@@ -96,6 +96,29 @@ def test_a_new_row_starts_with_what_the_others_saw() -> None:
     assert policy.start().chance < 0.3
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_all_rows_say_follows_another_workload(rows: int) -> None:
+    """Some hundred observations turn it, and so do few ones and the pauses between them."""
+    policy = adaptive(ROWS, 16, LIKE_A_GPU)
+    for count, holds in ((16, lambda p: p > 0.95), (1, lambda p: p < 0.1), (16, lambda p: p > 0.95)):
+        for _ in range(300):
+            policy.observe(policy.start(), 16, count)
+        assert holds(policy.start().chance)
+    for counts, holds in ((always, lambda p: p > 0.95), (never, lambda p: p < 0.1), (always, lambda p: p > 0.95)):
+        simulated(policy, [counts] * rows, 2000)
+        assert holds(policy.start().chance)
+
+
+def test_a_draft_more_or_less_does_not_turn_what_all_rows_say() -> None:
+    policy, chance = adaptive(ROWS, 16, LIKE_A_GPU), random.Random(2)
+    seen = []
+    for _ in range(2000):
+        count = next((n for n in range(1, 16) if chance.random() > 0.7), 16)
+        policy.observe(policy.start(), 16, count)
+        seen.append(policy.start().chance)
+    assert 0.55 < min(seen[200:]) < 0.7 < max(seen[200:]) < 0.85
+
+
 def test_a_fixed_block_is_always_whole() -> None:
     for block in (1, 5, 16):
         seen, _ = simulated(fixed(ROWS, block), [never] * 3, 50)

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from serving.shapes import DecodeShape, PrefillShape
 MANY = 24  # requests against generate(): 200 in the full run
 PAGE_SIZES = (1, 8, 16, 64)
 BLOCK, SHORT = 16, 64  # of the checksum pair; context of its engines
+CONTEXT, CHUNK = 256, 32  # of the trained pair's: alike wherever steps would be compiled anew
 STOP = 7
 FILTERS = ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02})
 
@@ -130,14 +132,16 @@ TEXT = [1, *map(ord, "Q: tell me about sam and the red bike\nA:")]
 
 @pytest.fixture(scope="module")
 def wanted_trained(trained: Pair) -> tuple[list[Request], list[Generation]]:
-    """Prompts of 1 .. 300 tokens; half of them end in a text that the pair knows."""
-    requests = mixed(MANY // 3, 2, 300, 384, 127)
+    """Prompts of 1 .. 200 tokens; half of them end in a text that the pair knows."""
+    requests = mixed(MANY // 3, 3, 200, CONTEXT, 127)
     for request in requests[::2]:
         request.prompt = (*request.prompt[: -len(TEXT)], *TEXT)[-len(request.prompt) :]
-    return requests, generated_all(trained, requests, 8)
+    for request in requests:
+        request.limit = min(request.limit, 30)
+    return requests, generated_all(trained, requests, 8, page=CONTEXT)
 
 
-@pytest.mark.parametrize(("kept", "overlap"), [(None, True), (440, True), (440, False)])
+@pytest.mark.parametrize(("kept", "overlap"), [(None, True), (300, True), (300, False)])
 def test_a_trained_pair_gives_generates_ids(
     garage: Garage,
     trained: Pair,
@@ -146,7 +150,8 @@ def test_a_trained_pair_gives_generates_ids(
     overlap: bool,
 ) -> None:
     """The same on real attention; in the small pool somebody is put out now and then, in flight or not."""
-    engine = garage.engine(trained, 384, block_size=8, overlap=overlap, kept=kept, prefix_cache=overlap)
+    options = {"overlap": overlap, "prefix_cache": overlap, "kept": kept}
+    engine = garage.engine(trained, CONTEXT, block_size=8, prefill_chunk=CHUNK, **options)
 
     def put_out(at: int) -> None:
         if kept and at % 12 == 11 and engine.scheduler.rows and not engine.scheduler.rows[-1].gone:
@@ -395,7 +400,7 @@ def test_the_drafter_knows_a_prompt_however_it_came(garage: Garage, trained: Pai
     chance = random.Random(9)
     prompt = [chance.randrange(3, 127) for _ in range(200)]
     params = SamplingParams(temperature=0, max_tokens=20)
-    make = partial(garage.engine, trained, 256, block_size=8, overlap=False, max_num_seqs=2)
+    make = partial(garage.engine, trained, CONTEXT, block_size=8, prefill_chunk=CHUNK, overlap=False)
 
     def started(engine: Engine) -> tuple[list[int], list[np.ndarray]]:
         engine.add(request := request_of(prompt, params))
@@ -406,12 +411,12 @@ def test_the_drafter_knows_a_prompt_however_it_came(garage: Garage, trained: Pai
 
     block, rows = started(poisoned(make(prefill_chunk=256)))
     assert all(np.isfinite(x).all() for x in rows)
-    others = [started(poisoned(make(prefill_chunk=chunk))) for chunk in (1, 7, 64)]
-    warm = poisoned(make(prefill_chunk=64))
+    others = [started(poisoned(make(prefill_chunk=chunk))) for chunk in (1, 7, CHUNK)]
+    warm = poisoned(make())
     garage.run(warm, [request_of(prompt[:180], SamplingParams(temperature=0, max_tokens=1))])
     others.append(started(warm))
     assert warm.stats.hit_tokens == 176
-    resumed = poisoned(make(prefill_chunk=64))
+    resumed = poisoned(make())
     resumed.add(request := request_of(prompt, params))
     resumed.scheduler.preempt(row_ready(resumed, request))
     row = row_ready(resumed, request)
@@ -426,7 +431,7 @@ def test_the_drafter_knows_a_prompt_however_it_came(garage: Garage, trained: Pai
 def test_the_drafters_pages_hold_accepted_tokens_only(garage: Garage, trained: Pair) -> None:
     """Row 2: after rounds that kept a part of their drafts, as after a prompt of the same tokens."""
     prompt = TEXT
-    make = partial(garage.engine, trained, 256, block_size=8, overlap=False, max_num_seqs=2, prefill_chunk=64)
+    make = partial(garage.engine, trained, CONTEXT, block_size=8, prefill_chunk=CHUNK, overlap=False)
     engine = poisoned(make())
     engine.add(request := request_of(prompt, SamplingParams(temperature=1.0, seed=3, max_tokens=60)))
     row = row_ready(engine, request)
@@ -448,7 +453,7 @@ def test_the_drafters_pages_hold_accepted_tokens_only(garage: Garage, trained: P
 def test_a_shared_page_is_never_written_again(garage: Garage, trained: Pair) -> None:
     """Row 3: A runs, B arrives with a page-aligned hit; what both share keeps its bits."""
     prompt = [3 + i % 120 for i in range(64)]
-    engine = garage.engine(trained, 256, block_size=8, max_num_seqs=2, prefill_chunk=64)
+    engine = garage.engine(trained, CONTEXT, block_size=8, prefill_chunk=CHUNK)
     first = request_of(prompt, SamplingParams(temperature=0, max_tokens=60))
     engine.add(first)
     while len(first.output) < 6:
@@ -470,7 +475,8 @@ def test_a_shared_page_is_never_written_again(garage: Garage, trained: Pair) -> 
     assert engine.stats.hit_tokens == 64
     garage.run(engine, [])
     assert bits() == before
-    for request, wanted in zip((first, second), generated_all(trained, [first, second], 8), strict=True):
+    expected = generated_all(trained, [first, second], 8, page=CONTEXT)
+    for request, wanted in zip((first, second), expected, strict=True):
         same(request, wanted)
 
 
@@ -603,6 +609,23 @@ def test_a_step_that_fails_takes_what_ran_with_it_and_nothing_else(
     assert [r.output for r in requests if r.error is None] == wanted[2:]
 
 
+@pytest.mark.parametrize(("seconds", "overlap", "ahead"), [(1e-3, True, 2), (6e-3, True, 1), (1e-3, False, 0)])
+def test_short_steps_have_one_more_on_its_way(
+    garage: Garage, checksum: Pair, monkeypatch: pytest.MonkeyPatch, seconds: float, overlap: bool, ahead: int
+) -> None:
+    """The host needs some ms from a step's end to the launch of the next but one."""
+    engine = garage.engine(checksum, SHORT, block_size=BLOCK, page_size=8, max_num_seqs=2, overlap=overlap)
+    clock = count()
+    monkeypatch.setattr("serving.engine.perf_counter", lambda: next(clock) * seconds / 4)  # read four times a step
+    engine.add(request := request_of([3], SamplingParams(temperature=0, max_tokens=50)))
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, len(engine.inflight))
+    assert most == ahead
+    assert len(request.output) == 50
+
+
 # --- row 18: nothing compiles once it is warm
 
 
@@ -672,3 +695,12 @@ def test_no_step_copies_the_pool(tiny: Pair) -> None:
     runner = build_engine(tiny.params, tiny.model, tiny.mesh, config, 64).runner
     for shape in (PrefillShape(1, 32, 4), DecodeShape(1, 1, 4), DecodeShape(1, 8, 4)):
         assert runner.step(shape).memory_analysis().temp_size_in_bytes < runner.cache_bytes / 20
+
+
+def test_the_memory_of_the_largest_step_is_planned(garage: Garage, checksum: Pair) -> None:
+    engine = garage.engine(checksum, SHORT, block_size=BLOCK, page_size=8, max_num_seqs=2)
+    held = sum(x.nbytes for x in jax.tree.leaves((engine.runner.params, engine.runner.state)))
+    engine.runner.step(DecodeShape(2, 1, engine.scheduler.shapes.max_pages))
+    small = engine.runner.planned_bytes
+    engine.runner.step(DecodeShape(2, BLOCK, engine.scheduler.shapes.max_pages))
+    assert held < small <= engine.runner.planned_bytes

@@ -1,6 +1,9 @@
 """Both kernels against float64, every implementation: interpreted on a CPU, compiled on a GPU."""
 
+import json
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import float64
 import jax
@@ -9,9 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pallas_kernels import backend, block_attention, inject_kv, linear, linear_and_norm, resolve, split_heads
+from pallas_kernels import backend, block_attention, inject_kv, linear, linear_and_norm, resolve, split_heads, tuning
+from pallas_kernels.block_attention.triton import Sizes, Tiling, tiling_of
 from pallas_kernels.inject_kv import Finish
-from pallas_kernels.linear import Norm
+from pallas_kernels.linear import Norm, triton
 
 PLATFORM = jax.default_backend()
 HERE = [name for name, platforms in backend.IMPLEMENTED.items() if platforms is None or PLATFORM in platforms]
@@ -19,7 +23,10 @@ HERE = [name for name, platforms in backend.IMPLEMENTED.items() if platforms is 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of several lengths; ``causal`` True, False or "tree" (a given mask), ``window`` None or a width."""
+    """Rows of several lengths; ``causal`` True, False or "tree" (a given mask), ``window`` None or a width.
+
+    ``asking``: how many of the block's last rows are queries (None: all). sinks: whether heads have them.
+    """
 
     block: int
     lengths: tuple[int, ...]
@@ -31,6 +38,8 @@ class Case:
     window: int | None = None
     valid: tuple[int, ...] | None = None
     dtype: str = "float32"
+    asking: int | None = None
+    sinks: bool = False
 
 
 CASES = [
@@ -49,6 +58,14 @@ CASES = [
     Case(16, (33, 80), causal="tree", page=64, valid=(16, 9)),
     Case(16, (33, 80), dtype="bfloat16", share=8, kv_heads=1),
     Case(32, (0, 64), page=16, valid=(32, 20)),
+    Case(4, (700, 3)),  # few rows far behind: their pages are split over programs
+    Case(2, (0, 600, 257), window=300, sinks=True, page=64),
+    Case(6, (30, 5), asking=1),
+    Case(9, (520, 17), asking=3, causal=False, share=3, kv_heads=1, valid=(9, 7)),
+    Case(5, (20, 0), sinks=True, share=4, head_dim=80),
+    Case(3, (40, 9), head_dim=256, dtype="bfloat16", share=1),
+    Case(2, (40, 9), head_dim=96),
+    Case(140, (130,), share=1, kv_heads=1),  # several tiles of queries
 ]
 
 
@@ -77,36 +94,41 @@ def test_block_attention(case: Case, implementation: str) -> None:
     pool, table, kept = pools(case, rng)
     rows, heads = len(case.lengths), case.kv_heads * case.share
     lengths, valid = np.array(case.lengths, np.int32), np.array(case.valid or (case.block,) * rows, np.int32)
-    q = rng.normal(size=(rows, case.block, heads, case.head_dim)).astype(case.dtype)
+    asking = case.asking or case.block
+    q = rng.normal(size=(rows, asking, heads, case.head_dim)).astype(case.dtype)
     kv = rng.normal(size=(rows, case.block, 2, case.kv_heads, case.head_dim)).astype(case.dtype)
+    sinks = rng.normal(size=heads).astype(case.dtype) if case.sinks else None
     for row in range(rows):  # rows that do not exist may hold anything
         kv[row, valid[row] :] = np.nan
     parents = [-1, 0, 0, 1, 1, 2, 3, 5, 5, 7, 8, 9, 9, 11, 12, 14][: case.block]
-    tree = tree_mask(parents)
+    tree = tree_mask(parents) if case.causal == "tree" else np.ones((case.block, case.block), bool)
     depth = tree.sum(axis=1) - 1 if case.causal == "tree" else np.arange(case.block)
     positions = (lengths[:, None] + depth).astype(np.int32)
 
     rule = jnp.asarray(tree) if case.causal == "tree" else bool(case.causal)
     call = jax.jit(
         lambda *args: block_attention(
-            *args, page=case.page, causal=rule, window=case.window, implementation=implementation
+            *args, page=case.page, causal=rule, window=case.window, sinks=sinks, implementation=implementation
         )
     )
     out = call(q, kv, *pool, table, lengths, valid, positions)
+    np.testing.assert_array_equal(out, call(q, kv, *pool, table, lengths, valid, positions))  # the same each time
     assert out.dtype == jnp.dtype(case.dtype)
     assert out.shape == q.shape
     for row in range(rows):
-        n, s, size = valid[row], positions[row][: valid[row], None], lengths[row]
+        n, size, first = valid[row], lengths[row], case.block - asking
+        s = positions[row, first:n, None]  # of the queries that exist
         key_positions = np.concatenate([np.arange(size), positions[row, :n]])[None]
-        inside = {True: positions[row, :n] <= s, False: np.ones((n, n), bool), "tree": tree[:n, :n]}[case.causal]
-        visible = np.concatenate([np.ones((n, size), bool), inside], axis=1)
+        inside = {True: positions[row, :n] <= s, False: np.ones((len(s), n), bool), "tree": tree[first:n, :n]}
+        visible = np.concatenate([np.ones((len(s), size), bool), inside[case.causal]], axis=1)
         if case.window is not None:
             visible &= key_positions > s - case.window
         keys = np.concatenate([kept[row][0], kv[row, :n, 0].astype(np.float64)])
         values = np.concatenate([kept[row][1], kv[row, :n, 1].astype(np.float64)])
-        exact = float64.attention(q[row, :n].astype(np.float64), keys, values, visible)
+        wide = None if sinks is None else sinks.astype(np.float64)
+        exact = float64.attention(q[row, : len(s)].astype(np.float64), keys, values, visible, wide)
         bound = 2e-5 if case.dtype == "float32" else 2e-2
-        np.testing.assert_allclose(np.asarray(out[row, :n], np.float64), exact, atol=bound)
+        np.testing.assert_allclose(np.asarray(out[row, : len(s)], np.float64), exact, atol=bound)
 
 
 def tree_mask(parents: list[int]) -> NDArray[np.bool_]:
@@ -280,3 +302,47 @@ def test_split_heads(kv_heads: int, share: int, head_dim: int, normed: bool, dty
     np.testing.assert_allclose(np.asarray(q, np.float64).reshape(6, -1, head_dim), parts[0], **bound)
     np.testing.assert_allclose(np.asarray(kv[:, :, 0], np.float64).reshape(6, kv_heads, head_dim), parts[1], **bound)
     np.testing.assert_array_equal(kv[:, :, 1], qkv[:, :, :, -1])
+
+
+@pytest.mark.parametrize("implementation", [name for name in HERE if name != "reference"])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_parts_of_a_product_add_up(tokens: int, implementation: str) -> None:
+    """Where columns are few, programs share the features of a map."""
+    rng = np.random.default_rng(tokens)
+    sizes = {"x": (tokens, 176), "weight": (176, 48), "bias": (48,), "residual": (tokens, 48), "scale": (48,)}
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in sizes.items()}
+    options = {"bias": arrays["bias"], "residual": arrays["residual"]}
+    norm = Norm(arrays["scale"], 1e-6)
+    right = linear_and_norm(arrays["x"], arrays["weight"], norm, implementation="reference", **options)
+    parts = partial(
+        triton.linear, tiling=triton.Tiling(16, 16, splits=3, warps=4, stages=2), interpret=PLATFORM == "cpu",
+        gated=False, **options,
+    )  # fmt: skip
+    for ours in (
+        parts(arrays["x"], arrays["weight"], norm=norm),
+        (parts(arrays["x"], arrays["weight"], norm=None)[0],),
+    ):
+        np.testing.assert_allclose(ours[0], right[0], atol=1e-4)
+        if len(ours) > 1:
+            np.testing.assert_allclose(ours[1].array(), right[1].array(), atol=1e-4)
+
+
+def test_measured_tilings_are_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = Sizes(rows=5, queries=8, keys=8, kv_heads=8, group=4, head_dim=128, pages=40, page=16, slots=640)
+    by_rule = tiling_of(sizes, jnp.bfloat16)
+    measured = {"queries": 32, "keys": 16, "splits": 3, "warps": 2, "stages": 5}
+    key = triton.key_of(16, 4096, 4096, False, True, jnp.bfloat16)
+    table = {
+        "block_attention": {"8 rows, 8 of 8 behind 1024, 8x4x128, bfloat16": measured},
+        "linear": {key: {"columns": 32, "features": 64, "splits": 2, "warps": 4, "stages": 6}, "other": {}},
+    }
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    tuning.file_of("NVIDIA H200").write_text(json.dumps(table))
+    tuning.table.cache_clear()
+    monkeypatch.setattr(backend, "device_kind", lambda: "NVIDIA H200")
+    assert tiling_of(sizes, jnp.bfloat16) == Tiling(**measured) != by_rule
+    assert triton.tiling_of(3, 4096, 4096, False, True, jnp.bfloat16) == triton.Tiling(32, 64, 2, 4, 6)
+    assert triton.tiling_of(40, 4096, 4096, False, True, jnp.bfloat16) is None
+    monkeypatch.setattr(backend, "device_kind", lambda: "NVIDIA B200")
+    assert tiling_of(sizes, jnp.bfloat16) == by_rule
+    tuning.table.cache_clear()

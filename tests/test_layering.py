@@ -27,6 +27,7 @@ IN_FILES: Mapping[str, tuple[str, ...]] = {
     "dflash_jax/checkpoint.py": ("orbax",),
     "dflash_jax/training/*.py": ("optax", "rich", "orbax"),
     "serving/batch.py": ("typer",),
+    "serving/command.py": ("typer",),
     "serving/runner.py": ("jax",),
     "serving/tokenizer.py": ("transformers",),
     "serving/server*.py": ("starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "jinja2", "typer"),

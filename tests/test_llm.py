@@ -95,6 +95,20 @@ def test_prompts_of_every_kind_and_bad_ones_among_them(dflash: LLM) -> None:
     assert (out[7].output_tokens, out[7].finish_reason) == (1, FinishReason.LENGTH)
 
 
+def test_a_small_pool_ends_the_context_and_says_so(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(target, dtype="float32", num_pages=4, max_num_seqs=1)
+    holder = "the K/V pool of 64 tokens (4 pages of 16)"
+    assert f"{holder} ends prompts and outputs, not max_model_len 512" in capsys.readouterr().err
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    out = llm.generate([[5] * 64, [5] * 60, [5] * 700], params)
+    assert [c.error for c in out] == [
+        f"the prompt has 64 tokens; {holder} leaves no room for output",
+        None,
+        f"the prompt has 700 tokens; {holder} leaves no room for output",
+    ]
+    assert (out[1].output_tokens, out[1].finish_reason) == (4, FinishReason.LENGTH)
+
+
 @pytest.mark.parametrize(
     "prompt", [PROMPTS[0], [ord(c) for c in PROMPTS[0]], [{"role": "user", "content": PROMPTS[0]}]]
 )

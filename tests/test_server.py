@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import load_server
 import openai
 import pytest
-from load_server import load
 from openai import OpenAI
 from running_server import KEY, LIMITS, chat, metric, post, serving, small, write_target
 from test_llm import PROMPTS
@@ -159,8 +159,11 @@ def test_a_streamed_chat_by_the_letter(url: str) -> None:
     assert counts["usage"]["total_tokens"] == counts["usage"]["prompt_tokens"] + counts["usage"]["completion_tokens"]
 
 
-def test_many_clients_stream_at_once(url: str) -> None:
-    seen = asyncio.run(load(f"{url}/v1", "tiny", clients=40, seconds=3, max_tokens=24, pid=os.getpid(), key=KEY))
+def test_many_clients_stream_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more than the engine has rows, each with one of a few requests; most of them more than once."""
+    monkeypatch.setattr(load_server, "VARIANTS", 8)
+    load = load_server.load(f"{url}/v1", "tiny", clients=40, seconds=2, max_tokens=12, pid=os.getpid(), key=KEY)
+    seen = asyncio.run(load)
     assert seen.errors == []
     assert seen.wrong == 0
     assert seen.answers >= 40
@@ -234,6 +237,20 @@ def test_what_does_not_fit_is_named(url: str, path: str, body: dict[str, Any], p
     assert len(error["message"]) < 500
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [*chat("hi"), {"role": "assistant"}]}, "messages.1.content: Field required"),
+        ({"messages": [{"role": "user", "content": "hi", "x": 1}]}, "messages.0.x is not supported"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string or"),
+        ({"messages": chat("hi"), "a b": 1}, "a b is not supported"),
+        ({"messages": chat("hi"), "n": "2"}, "n: Input should be a valid integer"),
+    ],
+)
+def test_refusals_say_where(url: str, body: dict[str, Any], message: str) -> None:
+    assert post(url, "/v1/chat/completions", body).json()["error"]["message"].startswith(message)
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[" * 9000, b"[1]", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"null"])
 def test_malformed_json_is_400(url: str, raw: bytes) -> None:
     answer = post(url, "/v1/completions", raw)
@@ -249,6 +266,33 @@ def test_an_overlong_prompt_is_400(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=chat("x" * 512), stream=True)
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_the_page_pool_cannot_hold_is_400(
+    client: OpenAI, url: str, llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(llm.engine.scheduler.pool, "total", 4)
+    for path, body, param in (
+        ("completions", {"prompt": "x" * 64}, "prompt"),
+        ("completions", {"prompt": ["x", "x" * 64], "max_tokens": 1}, "prompt"),
+        ("chat/completions", {"messages": chat("x" * 64)}, "messages"),
+    ):
+        answer = post(url, f"/v1/{path}", body | {"stream": stream})
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "message": "the prompt has 64 tokens; the K/V pool of 64 tokens (4 pages of 16) leaves no room for output",
+            "type": "invalid_request_error",
+            "param": param,
+            "code": "context_length_exceeded",
+        }
+    assert client.models.retrieve("tiny").model_dump()["max_model_len"] == 64
+    with monkeypatch.context() as endless:  # what it can hold is answered up to its end
+        endless.setattr(llm, "eos_token_ids", ())
+        for length in (8, 63):
+            said = client.chat.completions.create(model="tiny", messages=chat("x" * length), temperature=0)
+            assert said.usage is not None
+            assert (said.usage.completion_tokens, said.choices[0].finish_reason) == (64 - length, "length")
 
 
 def test_other_models_routes_and_methods(url: str, client: OpenAI) -> None:

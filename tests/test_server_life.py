@@ -66,7 +66,7 @@ def test_a_full_queue_is_429_and_departures_make_room(llm: LLM) -> None:
             done = await api.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0, max_tokens=8)
             assert done.choices[0].text == " 18 plus"
 
-    with serving(llm, Limits(queue=2), key=None) as url:
+    with serving(llm, Limits(queue=6), key=None) as url:
         asyncio.run(scenario(url))
         assert metric(url, "dflash_refused_total") == 1
         assert metric(url, "dflash_requests_total", {"finish_reason": "abort"}) == 10

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
+from pallas_kernels import backend, tuning
 from pallas_kernels.arithmetic import exact
 
 LOWEST = -1e30  # score of a masked key
@@ -54,8 +54,21 @@ class Sizes:
         return self.pages * self.page
 
 
+def key_of(sizes: Sizes, dtype: Any) -> str:
+    """What a measured tiling is kept under; rows and context round up to powers of two."""
+    rows, context = pl.next_power_of_2(sizes.rows), pl.next_power_of_2(max(sizes.context, 1))
+    heads = f"{sizes.kv_heads}x{sizes.group}x{sizes.head_dim}"
+    return f"{rows} rows, {sizes.queries} of {sizes.keys} behind {context}, {heads}, {jnp.dtype(dtype).name}"
+
+
 def tiling_of(sizes: Sizes, dtype: Any) -> Tiling:
-    """A tiling by rule of thumb: enough programs for the machine, tiles that fit its registers."""
+    """The measured tiling of a shape, or one by rule of thumb."""
+    measured = tuning.lookup("block_attention", key_of(sizes, dtype))
+    return rule(sizes, dtype) if measured is None else Tiling(**measured)
+
+
+def rule(sizes: Sizes, dtype: Any) -> Tiling:
+    """Programs for the whole machine, tiles that fit its registers."""
     most = 64 if sizes.head_dim > 128 or dtype == jnp.float32 else 128
     queries = max(16, pl.next_power_of_2(sizes.group), min(pl.next_power_of_2(sizes.queries * sizes.group), most))
     keys = 32 if dtype == jnp.float32 or sizes.head_dim > 128 else 128 if queries <= 32 else 64

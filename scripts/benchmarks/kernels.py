@@ -6,7 +6,7 @@ small injections stay within the cache, as they do in a step.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,10 +22,14 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measuring import bandwidth_of_device, console, matmul_rate_of_device, median_seconds, write_rows
-from pallas_kernels import block_attention, inject_kv, resolve
+from pallas_kernels import resolve
 from pallas_kernels.backend import IMPLEMENTED
+from pallas_kernels.block_attention import IMPLEMENTATIONS as ATTENTION
+from pallas_kernels.inject_kv import IMPLEMENTATIONS as INJECT
 from pallas_kernels.inject_kv import Finish
-from pallas_kernels.specs import SETS, AttentionSpec, InjectSpec
+from pallas_kernels.linear import IMPLEMENTATIONS as LINEAR
+from pallas_kernels.linear import Norm
+from pallas_kernels.specs import SETS, AttentionSpec, InjectSpec, LinearSpec
 from serving.runner import GPU_OPTIONS
 
 COLD_BYTES = 256 * 2**20  # pools of a chain together: several times an H200's L2 cache
@@ -33,8 +37,8 @@ CHAIN, MOST_POOLS = 24, 64  # launches of a call at least, and at most
 AHEAD, REPEATS = 4, 7
 POOL_TOKENS = 4096  # slots of a pool that rows are written to, at least
 
-Spec = AttentionSpec | InjectSpec
-Launch = Callable[[Any, Any, Any], Any]
+Spec = AttentionSpec | InjectSpec | LinearSpec
+Op = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -100,19 +104,11 @@ def attention_operands(spec: AttentionSpec) -> Operands:
     )
 
 
-def attend(spec: AttentionSpec, implementation: str, q: Array, pool: tuple[Array, Array], shared: Any) -> Array:
+def attend(spec: AttentionSpec, op: Op, q: Array, pool: tuple[Array, Array], shared: Any) -> Array:
     """One launch of ``block_attention``."""
     k, v = pool
-    return block_attention(
-        q,
-        k_pages=k,
-        v_pages=v,
-        **shared,
-        page=spec.page,
-        causal=spec.causal,
-        window=spec.window,
-        implementation=implementation,
-    )
+    out: Array = op(q, k_pages=k, v_pages=v, **shared, page=spec.page, causal=spec.causal, window=spec.window)
+    return out
 
 
 def inject_operands(spec: InjectSpec) -> Operands:
@@ -133,28 +129,54 @@ def inject_operands(spec: InjectSpec) -> Operands:
     )
 
 
-def inject(spec: InjectSpec, implementation: str, pages: Any, rows: Array, shared: Any) -> Any:
+def inject(spec: InjectSpec, op: Op, pages: Any, rows: Array, shared: Any) -> Any:
     """One launch of ``inject_kv``."""
     finish = Finish(shared["k_norm"], shared["cos"], shared["sin"], 1e-6) if spec.raw else None
-    return inject_kv(pages, [rows], shared["slots"], finish, implementation=implementation)
+    return op(pages, [rows], shared["slots"], finish)
+
+
+def linear_operands(spec: LinearSpec) -> Operands:
+    """Layers in turn, each with its own weight, onto one residual."""
+    dtype, parts = jnp.dtype(spec.dtype), (2,) if spec.gated else ()
+    return Operands(
+        moved=normal(1, (1, spec.tokens, spec.columns), dtype),
+        turns=[
+            normal(3 + i, (spec.features, *parts, spec.columns), dtype) * dtype.type(spec.features**-0.5)
+            for i in range(turns_of(spec.weights * dtype.itemsize))
+        ],
+        shared={"x": normal(2, (1, spec.tokens, spec.features), dtype), "scale": jnp.ones((spec.columns,), dtype)},
+    )
+
+
+def multiply(spec: LinearSpec, op: Op, moved: Array, weight: Array, shared: Any) -> Array:
+    """One launch of ``linear`` onto the launch before: the residual keeps the order."""
+    norm = Norm(shared["scale"], 1e-6) if spec.norm else None
+    out: Array = op(shared["x"], weight, bias=None, gated=spec.gated, residual=moved, norm=norm)[0]
+    return out
+
+
+OPERANDS: dict[type, Callable[[Any], Operands]] = {
+    AttentionSpec: attention_operands,
+    InjectSpec: inject_operands,
+    LinearSpec: linear_operands,
+}
+LAUNCHES: dict[type, Callable[..., Any]] = {AttentionSpec: attend, InjectSpec: inject, LinearSpec: multiply}
+OPS: dict[type, Mapping[str, Op]] = {
+    AttentionSpec: ATTENTION,
+    InjectSpec: INJECT,
+    LinearSpec: LINEAR,
+}
 
 
 def operands_of(spec: Spec) -> Operands:
     """The same for every implementation."""
-    return attention_operands(spec) if isinstance(spec, AttentionSpec) else inject_operands(spec)
+    return OPERANDS[type(spec)](spec)
 
 
-def launch_of(spec: Spec, implementation: str) -> Launch:
-    """launch(moved, turn, shared) -> moved; a function of its own in the program, so that a chain traces it once."""
-    if isinstance(spec, AttentionSpec):
-        return jax.jit(partial(attend, spec, implementation))
-    return jax.jit(partial(inject, spec, implementation))
-
-
-def compiled(spec: Spec, implementation: str, chain: bool) -> Any:
-    """(moved, turns, shared) -> moved of one launch, or of a chain over all turns that reuses the memory of ``moved``:
-    what is written is written in place."""
-    launch = launch_of(spec, implementation)
+def lowered(spec: Spec, op: Op, chain: bool) -> Any:
+    """A program (moved, turns, shared) -> moved of one launch, or of a chain over all turns that reuses the memory of
+    ``moved``: what is written is written in place. Traced, not compiled."""
+    launch = jax.jit(partial(LAUNCHES[type(spec)], spec, op))  # a function of its own: a chain traces it once
     shapes = jax.eval_shape(partial(operands_of, spec))
     count = launches_of(shapes) if chain else 1
 
@@ -163,9 +185,18 @@ def compiled(spec: Spec, implementation: str, chain: bool) -> Any:
             moved = launch(moved, turns[i % len(turns)], shared)
         return moved
 
-    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
     program = jax.jit(run, donate_argnums=0 if chain else ())
-    return program.lower(shapes.moved, shapes.turns, shapes.shared).compile(compiler_options=options)
+    return program.lower(shapes.moved, shapes.turns, shapes.shared)
+
+
+def built(program: Any) -> Any:
+    """A lowered program compiled as steps are."""
+    return program.compile(compiler_options=GPU_OPTIONS if jax.default_backend() == "gpu" else None)
+
+
+def compiled(spec: Spec, implementation: str, chain: bool) -> Any:
+    """The program of a named implementation."""
+    return built(lowered(spec, OPS[type(spec)][implementation], chain))
 
 
 def launches_of(operands: Operands) -> int:
@@ -225,7 +256,7 @@ def kernels(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here as they come")] = None,
 ) -> None:
-    """Microseconds of block_attention and inject_kv alone, their floor, and their distance from the reference."""
+    """Microseconds of the ops alone, their floor, and their distance from the reference implementation."""
     platform, device = jax.default_backend(), jax.devices()[0].device_kind
     unknown = sorted(set(which or ()) - set(SETS))
     if unknown:
@@ -256,7 +287,7 @@ def kernels(
         us = 1e6 * seconds_of(programs[spec, name, True].result(), operands)
         del operands, arguments, mine, right
         moved, rate = spec.values * jnp.dtype(spec.dtype).itemsize, rates[spec.dtype]
-        flops = spec.flops if isinstance(spec, AttentionSpec) else 0.0
+        flops = 0.0 if isinstance(spec, InjectSpec) else spec.flops
         floor_us = 1e6 * max(moved / bandwidth, flops / rate)
         row = Row(
             name=spec.name,
