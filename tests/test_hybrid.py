@@ -116,6 +116,16 @@ def test_chunks_and_pages_change_nothing(moe: Pair) -> None:
     assert [row.tokens for row in whole] == [row.tokens for row in pieces]
 
 
+def test_kernels_change_no_token(moe: Pair) -> None:
+    """Float32 norm weights, grouped projections and gated queries through the kernels, interpreted."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("kernels are interpreted on CPUs only")
+    params, model = moe.alone
+    plainly = generate(params, model, [[1, 2, 3, 4, 5]], 4, mesh=moe.mesh, chunk=8)
+    ours = generate(params, replace(model, kernels="interpreted"), [[1, 2, 3, 4, 5]], 4, mesh=moe.mesh, chunk=8)
+    assert ours[0].tokens == plainly[0].tokens
+
+
 # --- the engine
 
 
@@ -189,7 +199,7 @@ def test_a_shared_prefix_is_restored(moe: Pair, monkeypatch: pytest.MonkeyPatch,
 # --- what is refused, and parameters
 
 
-def test_a_block_that_cannot_be_folded_and_a_tree_are_refused(moe: Pair) -> None:
+def test_a_block_that_cannot_be_folded_is_refused(moe: Pair) -> None:
     model = replace(moe.model, drafter=ScriptedDrafter(65))
     state = new_state(model, 1, 4, 64, jnp.dtype(jnp.float32), moe.mesh)
     with pytest.raises(ValueError, match="65 tokens: a target with recurrent layers verifies at most 64"):
