@@ -240,6 +240,20 @@ def fold(view: View, records: tuple[Record, ...], slots: Array, count: Array) ->
     return Recurrent(tuple(conv), tuple(delta))
 
 
+def copied(recurrent: Recurrent, source: Array, into: Array) -> Recurrent:
+    """The states with those of slots ``source`` int32 [B] in slots ``into`` int32 [B] too; out of range: not.
+
+    Most steps copy nothing: then no state is read.
+    """
+
+    def copy(recurrent: Recurrent) -> Recurrent:
+        return jax.tree.map(lambda held: held.at[into].set(held.at[source].get(mode="clip"), mode="drop"), recurrent)
+
+    if not recurrent.delta:
+        return recurrent
+    return jax.lax.cond((into < recurrent.delta[0].shape[0]).any(), copy, lambda same: same, recurrent)
+
+
 def bytes_of(tree: Any) -> int:
     """Bytes of all arrays of a pytree, over all devices once."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

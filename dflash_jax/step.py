@@ -83,6 +83,8 @@ class PrefillInputs(struct.PyTreeNode):
     """One chunk of prompt: tokens int32 [B, C] of which valid [B] exist, behind start [B] tokens already cached.
 
     anchor: int32 [B] or [], the token that is known to follow (a row that was preempted comes back), -1: draw it.
+    source: int32 [B], the slots of recurrent states to begin from (None: the rows' own), as a prefix's snapshot. save:
+    int32 [B], slots that get the states behind the chunk too (None: none; out of range: none for this row).
     """
 
     rows: HostArray
@@ -93,6 +95,8 @@ class PrefillInputs(struct.PyTreeNode):
     sampling: RowSampling
     anchor: HostArray = -1
     logprobs: HostArray = True
+    source: HostArray | None = None
+    save: HostArray | None = None
 
 
 class StepOutput(struct.PyTreeNode):
@@ -107,8 +111,11 @@ class StepOutput(struct.PyTreeNode):
     top_logprob: Array
 
 
-def new_state(model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, mesh: Mesh) -> StepState:
-    """Empty caches of ``pages`` pages of ``page`` tokens for both models, and ``rows`` idle rows."""
+def new_state(
+    model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, mesh: Mesh, snapshots: int = 0
+) -> StepState:
+    """Empty caches of ``pages`` pages of ``page`` tokens for both models, ``rows`` idle rows, and room for
+    ``snapshots`` of recurrent states in the slots behind the rows'."""
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def pool(implementation: Any, cfg: Any) -> PagedKV:
@@ -127,7 +134,7 @@ def new_state(model: Model, rows: int, pages: int, page: int, dtype: jnp.dtype, 
         anchor=jnp.zeros((rows,), jnp.int32, device=replicated),
         carry=carries(rows),
         carry_pages=carries(pages),
-        recurrent=cache.no_states(targets.of(model.target).state_shape(model.target), rows, dtype, mesh),
+        recurrent=cache.no_states(targets.of(model.target).state_shape(model.target), rows + snapshots, dtype, mesh),
     )
 
 
@@ -197,6 +204,8 @@ def prefill_step(
     hidden = target.forward(params.target, model.target, inputs.tokens, positions, inputs.valid, view, True)
     kept = jnp.arange(inputs.tokens.shape[1]) < inputs.valid[:, None]
     state = commit(params, model, state, inputs, hidden, inputs.tokens, positions, kept, inputs.start)
+    if inputs.save is not None:
+        state = state.replace(recurrent=cache.copied(state.recurrent, inputs.rows, inputs.save))
 
     last = jnp.maximum(inputs.valid - 1, 0)[:, None]
     logits = target.head(params.target, model.target, jnp.take_along_axis(hidden.final, last[..., None], axis=1))
@@ -209,7 +218,9 @@ def prefill_step(
 
 def view_of(model: Model, state: StepState, inputs: StepInputs | PrefillInputs, lengths: Array) -> View:
     """What the target may read in a step."""
-    return View(state.target, inputs.table, lengths, model.kernels, recurrent=state.recurrent, slots=inputs.rows)
+    source = inputs.source if isinstance(inputs, PrefillInputs) else None
+    slots = inputs.rows if source is None else source
+    return View(state.target, inputs.table, lengths, model.kernels, recurrent=state.recurrent, slots=slots)
 
 
 def borrow(params: ModelParams, model: Model) -> TargetIO:

@@ -21,12 +21,15 @@ from serving.engine import Engine
 from serving.pages import PagePool
 from serving.radix import RadixCache
 from serving.request import MAX_LOGPROBS
-from serving.runner import Runner, bytes_of_page, free_bytes
+from serving.runner import Runner, bytes_of_page, bytes_of_state, free_bytes
 from serving.scheduler import Scheduler
 from serving.shapes import DecodeShape, Shapes, sizes
 
 KV_SHARE = 0.85  # of the free accelerator memory; the rest is for activations
 CPU_KV_BYTES = 1 << 30
+STATE_SHARE = 0.1  # of the free accelerator memory, for snapshots of recurrent states
+CPU_STATE_BYTES = 1 << 28
+SNAPSHOTS_A_ROW = 4.0
 
 
 def packed(loaded: Loaded, mesh: Mesh, kernels: str) -> tuple[ModelParams, Model]:
@@ -53,7 +56,10 @@ def build_engine(
     """
     longest = -(-max_model_len // config.page_size)
     page_bytes = bytes_of_page(model, params.target["embed"].dtype, config.page_size, mesh)
-    pages = config.num_pages or pages_that_fit(page_bytes, config, free_bytes(mesh), longest)
+    free, state_bytes = free_bytes(mesh), bytes_of_state(model, params.target["embed"].dtype, mesh)
+    snapshots = snapshots_that_fit(state_bytes, config, free) if config.prefix_cache else 0
+    left = free and free - state_bytes * (config.max_num_seqs + snapshots)
+    pages = config.num_pages or pages_that_fit(page_bytes, config, left, longest)
     shapes = Shapes(
         max_rows=config.max_num_seqs,
         max_pages=longest,
@@ -62,10 +68,12 @@ def build_engine(
         narrow=model.kernels == "reference",
     )
     pool = PagePool(pages)
-    # A recurrent state exists only where a row stands: pages alone do not bring a prefix back.
-    tree = RadixCache(pool, config.page_size) if config.prefix_cache and not model.recurrent else None
+    # A recurrent state exists only where a row stands or a snapshot was taken: pages alone do not bring a prefix back.
+    slots = range(config.max_num_seqs, config.max_num_seqs + snapshots) if model.recurrent else None
+    cached = config.prefix_cache and (snapshots > 0 or not model.recurrent)
+    tree = RadixCache(pool, config.page_size, slots) if cached else None
     scheduler = Scheduler(pool, tree, shapes, policy or policy_of(model.drafter, config, mesh))
-    return Engine(scheduler, Runner(params, model, mesh, shapes, pages, accept), config.overlap)
+    return Engine(scheduler, Runner(params, model, mesh, shapes, pages, accept, snapshots), config.overlap)
 
 
 def policy_of(drafter: AnyDrafterConfig | None, config: EngineConfig, mesh: Mesh) -> BlockPolicy:
@@ -78,6 +86,15 @@ def policy_of(drafter: AnyDrafterConfig | None, config: EngineConfig, mesh: Mesh
         return blocks.fixed(rows, block_of(drafter, config.block_size))
     device = mesh.devices.flat[0]
     return blocks.adaptive(rows, drafter.block_size, blocks.costs_of(device.device_kind, device.platform))
+
+
+def snapshots_that_fit(state_bytes: int, config: EngineConfig, free: int | None) -> int:
+    """Snapshots of recurrent states for the prefix cache: a few a row, within a share of the ``free`` bytes (None: of a
+    CPU's)."""
+    if state_bytes == 0:
+        return 0
+    budget = CPU_STATE_BYTES if free is None else int(STATE_SHARE * free)
+    return min(int(SNAPSHOTS_A_ROW * config.max_num_seqs), budget // state_bytes)
 
 
 def pages_that_fit(page_bytes: int, config: EngineConfig, free: int | None, longest: int) -> int:

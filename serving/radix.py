@@ -13,9 +13,13 @@ from serving.pages import PagePool
 Tokens = tuple[int, ...]
 
 
+NO_STATE = -1
+
+
 @dataclass(eq=False, slots=True)
 class Node:
-    """One cached page: its tokens, its page id, how many requests hold it and when it was last let go."""
+    """One cached page: its tokens, its page id, how many requests hold it, when it was last let go, and the slot of
+    the snapshot of the recurrent state at its end."""
 
     tokens: Tokens
     page: int
@@ -23,18 +27,28 @@ class Node:
     children: dict[Tokens, "Node"] = field(default_factory=dict)
     locks: int = 0
     used: int = 0
+    state: int = NO_STATE
 
 
 class RadixCache:
     """Pages by the tokens that lead to them. Owns the pages of its nodes until it evicts them."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
-        self.pool, self.page_size = pool, page_size
+    def __init__(self, pool: PagePool, page_size: int, slots: Sequence[int] | None = None) -> None:
+        """``slots``: of snapshots of recurrent states, for a target that has them (None: pages are all there is)."""
+        self.pool, self.page_size, self.slots = pool, page_size, slots
+        self.snapshots = None if slots is None else Snapshots(slots)
         self.root = Node((), -1, None, locks=1)
         self.clock = 0
         self.pages = 0  # pages owned
         self.idle = 0  # of which nobody locks
         self.leaves: list[tuple[int, int, Node]] = []  # heap of what may be evictable: (used, id, node)
+
+    def restorable(self, path: list[Node]) -> list[Node]:
+        """The part of a path that a request can begin behind: all of it, or, where a prefix needs a recurrent state
+        too, up to the deepest node with a snapshot."""
+        if self.snapshots is None:
+            return path
+        return path[: max((i + 1 for i, node in enumerate(path) if node.state != NO_STATE), default=0)]
 
     def match(self, tokens: Sequence[int], most: int) -> list[Node]:
         """The longest cached path of at most ``most`` pages that ``tokens`` begin with."""
@@ -94,6 +108,8 @@ class RadixCache:
             del node.parent.children[node.tokens]
             parent, node.parent = node.parent, None
             self.pool.give([node.page])
+            if self.snapshots is not None:
+                self.snapshots.forget(node)
             self.pages -= 1
             self.idle -= 1
             given += 1
@@ -124,6 +140,55 @@ class RadixCache:
             idle += node.locks == 0
             stack += node.children.values()
         assert (self.pages, self.idle) == (len(pages), idle)
+
+
+class Snapshots:
+    """The slots that hold states of prefixes, the least recently used one first to go.
+
+    A slot may be written again as soon as the plan that reads it is made, since later plans run later on the device;
+    until then it is pinned.
+    """
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self.free = list(slots)[::-1]
+        self.kept: dict[int, Node] = {}  # least recently used first
+        self.pins: dict[int, int] = {}
+
+    def pin(self, node: Node) -> int:
+        """Keep a node's snapshot until it is read; its slot."""
+        self.kept[node.state] = self.kept.pop(node.state)
+        self.pins[node.state] = self.pins.get(node.state, 0) + 1
+        return node.state
+
+    def unpin(self, slot: int) -> None:
+        """It has been read."""
+        self.pins[slot] -= 1
+        if not self.pins[slot]:
+            del self.pins[slot]
+            if slot not in self.kept:  # its node went meanwhile
+                self.free.append(slot)
+
+    def take(self, node: Node) -> int:
+        """A slot for a node's state, from another prefix where none is free; ``NO_STATE`` where it has one already, or
+        where all are pinned."""
+        if node.state != NO_STATE:
+            return NO_STATE
+        if not self.free:
+            oldest = next((slot for slot in self.kept if slot not in self.pins), NO_STATE)
+            if oldest == NO_STATE:
+                return NO_STATE
+            self.forget(self.kept[oldest])
+        node.state = self.free.pop()
+        self.kept[node.state] = node
+        return node.state
+
+    def forget(self, node: Node) -> None:
+        """A node goes, or its snapshot does."""
+        if node.state != NO_STATE:
+            del self.kept[node.state]
+            if node.state not in self.pins:
+                self.free.append(node.state)
+            node.state = NO_STATE
 
 
 def evictable(used: int, _: int, node: Node) -> bool:

@@ -36,12 +36,14 @@ from dflash_jax.step import (
     prefill_step,
 )
 from dflash_jax.verify import Accept
+from serving.radix import NO_STATE
 from serving.request import SamplingParams
 from serving.scheduler import DecodePlan, Plan, PrefillPlan, StepResult
 from serving.shapes import DecodeShape, PrefillShape, Shapes
 
 SAMPLING = 6  # int32 columns of a row's sampling
-PREFIX = 5 + SAMPLING  # columns before a row's page table
+STATES = 5 + SAMPLING  # the column of the recurrent state to begin from; behind it that of the one to keep
+PREFIX = STATES + 2  # columns before a row's page table
 TIMED_CONTEXT = 256  # cached tokens of each row when steps are timed
 # XLA leaves conditionals out of CUDA graphs by default, and then a step's launch waits until the device has reached
 # its condition: no step could be enqueued ahead. One H200, SmolLM2, 32 rows, block 8: 6.9 ms a step without, 3.1 with.
@@ -71,6 +73,7 @@ class Runner:
         shapes: the table of step shapes.
         pages: of the pool; page ids from there on are "no page".
         accept: the acceptance rule; benchmarks may script it.
+        snapshots: slots for states of prefixes behind those of the rows.
     """
 
     def __init__(
@@ -81,7 +84,9 @@ class Runner:
         shapes: Shapes,
         pages: int,
         accept: Accept = verify.equality,
+        snapshots: int = 0,
     ) -> None:
+        self.snapshots = snapshots
         self.params, self.model, self.mesh, self.shapes, self.pages, self.accept = (
             params,
             model,
@@ -101,7 +106,8 @@ class Runner:
     def empty(self) -> StepState:
         """The state of an engine that holds nothing."""
         dtype = self.params.target["embed"].dtype
-        return new_state(self.model, self.shapes.max_rows, self.pages, self.shapes.page_size, dtype, self.mesh)
+        rows, page = self.shapes.max_rows, self.shapes.page_size
+        return new_state(self.model, rows, self.pages, page, dtype, self.mesh, self.snapshots)
 
     def reset(self) -> None:
         """Forget what steps have written, after one that failed: it may have taken the donated state with it."""
@@ -211,7 +217,8 @@ class Runner:
         packed[used:, 0] = len(self.table)
         packed[:used, 0] = slots
         packed[:used, 4] = plan.logprobs
-        packed[:used, 5:PREFIX] = self.sampling[slots]
+        packed[:used, 5:STATES] = self.sampling[slots]
+        packed[:, STATES], packed[:, STATES + 1] = packed[:, 0], len(self.table) + self.snapshots
         packed[:used, PREFIX:wide] = self.table[slots, : shape.pages]
         packed[used:, PREFIX:wide] = self.pages
         if isinstance(plan, DecodePlan):
@@ -222,6 +229,10 @@ class Runner:
             row[1], row[2] = len(piece.tokens), piece.start
             row[3] = piece.anchor if piece.last and piece.anchor is not None else -1
             row[wide : wide + len(piece.tokens)] = piece.tokens
+            if piece.source != NO_STATE:
+                row[STATES] = piece.source
+            if piece.save != NO_STATE:
+                row[STATES + 1] = piece.save
         return packed
 
     def collect(self, pending: Pending) -> list[StepResult]:
@@ -240,6 +251,12 @@ class Runner:
             )
             for i in range(len(pending.plan.slots))
         ]
+
+
+def bytes_of_state(model: Model, dtype: Any, mesh: Mesh) -> int:
+    """Bytes on each device of one row's recurrent state."""
+    leaves = jax.tree.leaves(new_state(model, 1, 1, 1, dtype, mesh).recurrent)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def bytes_of_page(model: Model, dtype: Any, page_size: int, mesh: Mesh) -> int:
@@ -278,7 +295,7 @@ def sampling_bits(params: SamplingParams, key: tuple[int, int]) -> np.ndarray:
 
 def row_sampling(packed: jax.Array) -> RowSampling:
     """The inverse, on the device."""
-    columns = packed[:, 5:PREFIX]
+    columns = packed[:, 5:STATES]
     floats = jax.lax.bitcast_convert_type(columns[:, :3], jnp.float32)
     key = jax.lax.bitcast_convert_type(columns[:, 4:6], jnp.uint32)
     return RowSampling(floats[:, 0], columns[:, 3], floats[:, 1], floats[:, 2], key)
@@ -307,6 +324,8 @@ def prefill_inputs(packed: jax.Array, pages: int) -> PrefillInputs:
         sampling=row_sampling(packed),
         anchor=packed[:, 3],
         logprobs=packed[0, 4] > 0,
+        source=packed[:, STATES],
+        save=packed[:, STATES + 1],
     )
 
 

@@ -9,11 +9,11 @@ flight mentions them.
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serving.blocks import Acceptance, BlockPolicy
 from serving.pages import PagePool
-from serving.radix import Node, RadixCache
+from serving.radix import NO_STATE, Node, RadixCache
 from serving.request import Request, SamplingParams
 from serving.shapes import DecodeShape, PrefillShape, Shapes
 from serving.stats import StepStats
@@ -43,13 +43,16 @@ class Grant:
 @dataclass(frozen=True)
 class Piece:
     """A row's part of a prefill step: ``tokens`` behind ``start`` cached ones. anchor: the token that is known to
-    follow, where a preempted request comes back; last: whether the prompt ends here."""
+    follow, where a preempted request comes back; last: whether the prompt ends here. source, save: slots of recurrent
+    states to begin from and to keep the state behind the piece in (``NO_STATE``: the row's own, and none)."""
 
     slot: int
     start: int
     tokens: tuple[int, ...]
     anchor: int | None
     last: bool
+    source: int = NO_STATE
+    save: int = NO_STATE
 
     @property
     def emits(self) -> bool:
@@ -103,7 +106,8 @@ class Row:
 
     pages: its page table; nodes: the locked cache path of its first pages (a node may hold another page with the same
     tokens). known: tokens with K/V, as far as the host knows. planned: prompt tokens in plans so far, of ``wanted``.
-    inflight: plans not yet applied; reach, sure: most and least tokens that they add. leaving: preempted.
+    inflight: plans not yet applied; reach, sure: most and least tokens that they add. leaving: preempted. marks: where
+    its prompt is cut to keep the recurrent state, in tokens; source: the snapshot that it begins from, until it does.
     """
 
     request: Request
@@ -118,6 +122,8 @@ class Row:
     reach: int = 0
     sure: int = 0
     leaving: bool = False
+    marks: set[int] = field(default_factory=set)
+    source: int = NO_STATE
 
     @property
     def prefilling(self) -> bool:
@@ -202,7 +208,7 @@ class Scheduler:
         self.rows, self.by_slot, self.admissions, self.grants = [], {}, [], []
         self.slots = list(range(self.shapes.max_rows - 1, -1, -1))
         self.pool = PagePool(self.pool.total)
-        self.tree = self.tree and RadixCache(self.pool, self.page_size)
+        self.tree = self.tree and RadixCache(self.pool, self.page_size, self.tree.slots)
         return failed
 
     # --- plans
@@ -234,12 +240,15 @@ class Scheduler:
         taking = [self.by_slot[piece.slot] for piece in pieces]
         for row in taking:
             self.cache(row, row.planned)  # later plans run later on the device, so they may read these pages already
+        pieces = tuple(replace(piece, save=self.snapshot(row)) for piece, row in zip(pieces, taking, strict=True))
         return PrefillPlan(shape, pieces, *self.handed_out(), logprobs=wants_logprobs(taking))
 
     def piece(self, row: Row, chunk: int) -> Piece:
         """The next tokens of a row's prompt, at most ``chunk``."""
         start, end = row.planned, min(row.planned + chunk, row.wanted)
+        end = min([end, *(mark for mark in row.marks if mark > start)])
         row.planned = end
+        source = self.begun(row)
         row.inflight += 1
         piece = Piece(
             slot=row.slot,
@@ -247,6 +256,7 @@ class Scheduler:
             tokens=row.request.tokens(start, end),
             anchor=row.request.output[-1] if row.request.output else None,
             last=end == row.wanted,
+            source=source,
         )
         row.sure += piece.emits
         return piece
@@ -262,19 +272,38 @@ class Scheduler:
             # At least one token is processed, for its draw.
             most_pages = (wanted - 1) // self.page_size
             path = self.tree.match(request.tokens(0, most_pages * self.page_size), most_pages) if self.tree else []
-            if self.tree and any(self.will_share(row, request, path, most_pages) for row in self.rows):
+            hit = self.tree.restorable(path) if self.tree else []
+            if self.tree and any(self.will_share(row, request, hit, most_pages) for row in self.rows):
                 continue
-            row = self.place(request, path, wanted)
+            row = self.place(request, hit, wanted)
             if row is None:
                 break
+            if self.tree and self.tree.snapshots is not None:
+                # Where the next turn of a dialogue will begin, and where others have gone another way.
+                row.marks = {pages * self.page_size for pages in (len(path), most_pages) if pages > len(hit)}
             admitted.append(row)
         return admitted
+
+    def snapshot(self, row: Row) -> int:
+        """The slot that keeps a row's state where its planned tokens end at a mark."""
+        if row.planned not in row.marks or self.tree is None or self.tree.snapshots is None:
+            return NO_STATE
+        return self.tree.snapshots.take(row.nodes[row.planned // self.page_size - 1])
+
+    def begun(self, row: Row) -> int:
+        """The snapshot that a row begins from, which may go once it is in a plan."""
+        source, row.source = row.source, NO_STATE
+        if source != NO_STATE and self.tree and self.tree.snapshots is not None:
+            self.tree.snapshots.unpin(source)
+        return source
 
     def will_share(self, row: Row, request: Request, path: list[Node], most: int) -> bool:
         """Whether a prompt in progress is about to bring (or in this very plan brings) a page that the request needs
         next."""
         if row.gone or not row.prefilling:
             return False
+        if self.tree and self.tree.snapshots is not None:
+            return self.will_keep(row, request, len(path), most)
         start, end = len(path) * self.page_size, (len(path) + 1) * self.page_size
         return (
             len(path) < most
@@ -282,6 +311,19 @@ class Scheduler:
             and row.request.tokens(start, end) == request.tokens(start, end)
             and row.request.tokens(0, start) == request.tokens(0, start)
         )
+
+    def will_keep(self, row: Row, request: Request, pages: int, most: int) -> bool:
+        """Whether a prompt in progress will keep its state behind more than ``pages`` pages that the request begins
+        with too; it is asked to."""
+        size, shared = self.page_size, 0
+        for at in range(min(most, row.wanted // size)):
+            if row.request.tokens(at * size, (at + 1) * size) != request.tokens(at * size, (at + 1) * size):
+                break
+            shared = at + 1
+        if shared <= pages or row.planned >= shared * size:
+            return False
+        row.marks.add(shared * size)
+        return True
 
     def place(self, request: Request, path: list[Node], wanted: int) -> Row | None:
         """A slot and the pages of its prompt for a request; None where pages are short."""
@@ -308,6 +350,8 @@ class Scheduler:
             planned=hit,
             wanted=wanted,
         )
+        if path and self.tree and self.tree.snapshots is not None:
+            row.source = self.tree.snapshots.pin(path[-1])
         self.by_slot[row.slot] = row
         insort(self.rows, row, key=lambda r: order(r.request))
         self.stats.prompt_tokens += wanted
@@ -438,6 +482,7 @@ class Scheduler:
         """Let a row go that has ended or was preempted, once no plan in flight mentions it."""
         if row.inflight or not row.gone:
             return
+        self.begun(row)
         own = [page for i, page in enumerate(row.pages) if i >= len(row.nodes) or row.nodes[i].page != page]
         self.pool.give(own)
         if self.tree:

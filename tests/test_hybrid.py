@@ -17,7 +17,7 @@ from dflash_jax import Generation, Model, ModelParams, generate, make_mesh, row_
 from dflash_jax.params import flatten, init, pack, unpack
 from dflash_jax.reference import continuation, full_pass
 from dflash_jax.step import decode_step, new_state
-from serving import SamplingParams
+from serving import SamplingParams, build
 
 NEW, PAGE = 24, 64
 SAMPLING = row_sampling(4, temperature=[0.0, 1.0, 1.0, 0.7], top_k=[0, 0, 9, 0], seed=3)
@@ -116,6 +116,16 @@ def test_chunks_and_pages_change_nothing(moe: Pair) -> None:
     assert [row.tokens for row in whole] == [row.tokens for row in pieces]
 
 
+def test_kernels_change_no_token(moe: Pair) -> None:
+    """Float32 norm weights, grouped projections and gated queries through the kernels, interpreted."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("kernels are interpreted on CPUs only")
+    params, model = moe.alone
+    plainly = generate(params, model, [[1, 2, 3, 4, 5]], 4, mesh=moe.mesh, chunk=8)
+    ours = generate(params, replace(model, kernels="interpreted"), [[1, 2, 3, 4, 5]], 4, mesh=moe.mesh, chunk=8)
+    assert ours[0].tokens == plainly[0].tokens
+
+
 # --- the engine
 
 
@@ -147,12 +157,49 @@ def test_the_engine_gives_generates_ids(garage: Garage, moe: Pair, overlap: bool
     for request, row in zip(requests, generated_all(moe, requests, 4), strict=True):
         same(request, row)
     assert engine.stats.preemptions > 2
+    assert engine.stats.hit_tokens > 0
+
+
+@pytest.mark.parametrize("snapshots", [12, 1])
+def test_a_shared_prefix_is_restored(moe: Pair, monkeypatch: pytest.MonkeyPatch, snapshots: int) -> None:
+    """Prompts that begin alike, all at once; then the next turn of each. With one snapshot they take it from each
+    other; tokens are the same."""
+    monkeypatch.setattr(build, "SNAPSHOTS_A_ROW", 4 if snapshots > 1 else 0.34)
+    garage = Garage()
+    engine = garage.engine(moe, 160, block_size=4, page_size=8, max_num_seqs=3)
+    assert engine.runner.snapshots == snapshots
+    stem, chance = prompts_of((50,))[0], np.random.default_rng(4)
+    firsts = [
+        request_of([*stem, *chance.integers(3, 89, 9 + 5 * i).tolist()], SamplingParams(seed=i, max_tokens=9), index=i)
+        for i in range(4)
+    ]
+    for request in firsts:
+        request.limit = 9
+    garage.run(engine, firsts)
+    for request, row in zip(firsts, generated_all(moe, firsts, 4), strict=True):
+        same(request, row)
+    hits = [request.cached_tokens for request in firsts]
+    assert hits == [0, 48, 48, 48] if snapshots > 1 else max(hits) == 48
+    seconds = [
+        request_of([*first.prompt, *first.output, 5, 6], SamplingParams(seed=i, max_tokens=9), index=i)
+        for i, first in enumerate(firsts)
+    ]
+    for request in seconds:
+        request.limit = 9
+    garage.run(engine, seconds)
+    for request, row in zip(seconds, generated_all(moe, seconds, 4), strict=True):
+        same(request, row)
+    if snapshots > 1:
+        assert all(r.cached_tokens >= (len(f.prompt) - 1) // 8 * 8 for r, f in zip(seconds, firsts, strict=True))
+    kept = engine.scheduler.tree.snapshots
+    assert not kept.pins
+    assert len(kept.free) + len(kept.kept) == snapshots
 
 
 # --- what is refused, and parameters
 
 
-def test_a_block_that_cannot_be_folded_and_a_tree_are_refused(moe: Pair) -> None:
+def test_a_block_that_cannot_be_folded_is_refused(moe: Pair) -> None:
     model = replace(moe.model, drafter=ScriptedDrafter(65))
     state = new_state(model, 1, 4, 64, jnp.dtype(jnp.float32), moe.mesh)
     with pytest.raises(ValueError, match="65 tokens: a target with recurrent layers verifies at most 64"):
