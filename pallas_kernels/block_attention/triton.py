@@ -189,7 +189,7 @@ def attend(
         visible = (position < length)[None, :]
         if window is not None:
             visible &= position[None, :] > at[:, None] - window
-        return seen_since(position, load(k_pages, slot, head), load(v_pages, slot, head), visible, carry)
+        return seen_since(inside, load(k_pages, slot, head), load(v_pages, slot, head), visible, carry)
 
     def block(step: Array, carry: Any) -> Any:
         index = step * size + jnp.arange(size)
