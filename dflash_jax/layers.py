@@ -11,14 +11,18 @@ import numpy as np
 from jax import Array
 
 from dflash_jax.config import RopeConfig
-from pallas_kernels import linear, linear_and_norm, split_heads
+from pallas_kernels import expert_mlp, linear, linear_and_norm, split_heads
 from pallas_kernels.arithmetic import exact, rms_norm, rotate
+from pallas_kernels.expert_mlp import Activation, Experts
 from pallas_kernels.linear import Norm, Normed, norm_of
 
 __all__ = [
+    "Activation",
+    "Experts",
     "Norm",
     "Normed",
     "exact",
+    "expert_mlp",
     "linear",
     "linear_and_norm",
     "logits_of",

@@ -12,8 +12,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pallas_kernels import backend, block_attention, inject_kv, linear, linear_and_norm, resolve, split_heads, tuning
+from pallas_kernels import (
+    backend,
+    block_attention,
+    expert_mlp,
+    inject_kv,
+    linear,
+    linear_and_norm,
+    resolve,
+    split_heads,
+    tuning,
+)
 from pallas_kernels.block_attention.triton import Sizes, Tiling, tiling_of
+from pallas_kernels.expert_mlp import Experts
 from pallas_kernels.inject_kv import Finish
 from pallas_kernels.linear import Norm, triton
 
@@ -356,3 +367,45 @@ def test_measured_tilings_are_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(backend, "device_kind", lambda: "NVIDIA B200")
     assert tiling_of(sizes, jnp.bfloat16) == by_rule
     tuning.table.cache_clear()
+
+
+@pytest.mark.parametrize("implementation", HERE)
+@pytest.mark.parametrize(("tokens", "experts", "biased", "dtype"), [
+    (1, 8, False, "float32"),
+    (7, 8, True, "float32"),
+    (40, 4, True, "float32"),  # many tokens an expert
+    (40, 40, False, "bfloat16"),  # experts that nobody chose
+])  # fmt: skip
+def test_expert_mlp(tokens: int, experts: int, biased: bool, dtype: str, implementation: str) -> None:
+    rng, dim, width, chosen = np.random.default_rng(tokens), 48, 32, 3
+    shapes = {"gate_up": (experts, dim, 2, width), "down": (experts, width, dim)}
+    if biased:
+        shapes |= {"gate_up_bias": (experts, 2, width), "down_bias": (experts, dim)}
+    arrays = {name: (rng.normal(size=shape) * 0.3).astype(dtype) for name, shape in shapes.items()}
+    x = rng.normal(size=(tokens, dim)).astype(dtype)
+    ids = np.stack([rng.permutation(experts - 1)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    ids[:, 0] = experts - 1  # everybody's
+
+    def silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+    call = jax.jit(partial(expert_mlp, activation=silu_times, implementation=implementation))
+    out = call(x, ids, Experts(**arrays))
+    assert out.shape == (tokens, chosen, dim)
+    assert out.dtype == jnp.dtype(dtype)
+    wide = {name: array.astype(np.float64) for name, array in arrays.items()}
+    exact = np.zeros(out.shape)
+    for token, place in np.ndindex(tokens, chosen):
+        e = ids[token, place]
+        both = np.einsum("c,cjf->jf", x[token].astype(np.float64), wide["gate_up"][e])
+        if biased:
+            both = both + wide["gate_up_bias"][e]
+        exact[token, place] = (float64.silu(both[0]) * both[1]) @ wide["down"][e]
+        if biased:
+            exact[token, place] += wide["down_bias"][e]
+    bound = 2e-5 if dtype == "float32" else 0.15
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=bound, rtol=bound)
+
+    spoilt = x.copy()
+    spoilt[1::2] = np.nan  # whatever other rows hold
+    np.testing.assert_array_equal(np.asarray(call(spoilt, ids, Experts(**arrays)))[::2], np.asarray(out)[::2])

@@ -10,7 +10,7 @@ from tiny_models import GPT_OSS, MIXTURE, tiny_target
 
 from dflash_jax import generate
 from dflash_jax.reference import continuation
-from dflash_jax.targets import moe
+from pallas_kernels.expert_mlp.reference import GATHERED_PAIRS
 
 BLOCK = 8
 
@@ -26,7 +26,7 @@ def test_any_drafter_gives_a_mixtures_own_tokens(plain: Plain, rightness: str) -
     """Plain steps gather their experts, verify steps group them: the tokens are the same."""
     params, model = scripted(plain, rightness, BLOCK)
     pairs = len(plain.prompts) * model.target.num_experts_per_tok
-    assert pairs <= moe.GATHERED_PAIRS < pairs * BLOCK
+    assert pairs <= GATHERED_PAIRS < pairs * BLOCK
     rows = generate(params, model, plain.prompts, NEW, mesh=plain.pair.mesh, sampling=SAMPLING, page=PAGE)
     same_as_plain(rows, plain)
     rounds = {length for row in rows for length in row.acceptance_lengths}

@@ -42,7 +42,8 @@ def feed_forward(
     """See ``dense.FeedForward``."""
     rows = normed.array().reshape(-1, x.shape[-1])
     weights, ids = route(router_logits(layer, rows), cfg.num_experts_per_tok)
-    x = x + mixture(layer, rows, weights, ids, partial(clamped_swiglu, limit=cfg.swiglu_limit)).reshape(x.shape)
+    activation = partial(clamped_swiglu, limit=cfg.swiglu_limit)
+    x = x + mixture(layer, rows, weights, ids, activation, kernels).reshape(x.shape)
     return x, norm_of(x, norm)
 
 

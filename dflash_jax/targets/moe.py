@@ -2,12 +2,8 @@
 
 The router is float32 whatever the model's dtype, since near-tied experts would otherwise flip. Nothing is dropped and
 no token looks at another: a row of the result depends on that row of x alone, so rows of padding do not matter.
-
-The matmuls come in two ways with the same result. For few tokens the weights of their experts are gathered, one matmul
-a (token, expert) pair; for many, pairs are sorted by expert and each expert's weights are read once (``ragged_dot``).
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,19 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dflash_jax.layers import Norm, Normed, exact, linear, norm_of
+from dflash_jax.layers import Activation, Experts, Norm, Normed, exact, expert_mlp, linear, norm_of
 from dflash_jax.targets import dense
 from dflash_jax.targets.dense import cache_shape, embed, head, state_shape
 
 Params = dict[str, Any]
-Activation = Callable[[Array, Array], Array]  # (gate, up) [..., F] -> [..., F]
 
 __all__ = ["cache_shape", "embed", "experts", "forward", "head", "state_shape"]
-
-# At most so many (token, expert) pairs are gathered. Above it, pairs share experts and sorting reads fewer bytes.
-GATHERED_PAIRS = 64
-# [pairs, C] x [E, C, ..] -> [pairs, ..]. Gate and up stay apart: folded into one axis, XLA gathers a split of it first.
-BY_EXPERT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 
 
 class Routed(Protocol):
@@ -50,14 +40,14 @@ def experts(layer: Params, cfg: Routed, x: Array, kernels: str = "reference") ->
             shared_gate_up [D, 2, Fs], shared_down [Fs, D] and shared_gate [D].
         cfg: how many experts a token takes, and whether their weights are scaled to sum to one.
         x: [B, T, D] normed.
-        kernels: implementation of the shared expert's ``linear``.
+        kernels: implementation of the ops.
 
     Returns:
         [B, T, D] in x's dtype.
     """
     rows = x.reshape(-1, x.shape[-1])
     weights, ids = route(router_logits(layer, rows), cfg)
-    out = mixture(layer, rows, weights, ids, swiglu).reshape(x.shape)
+    out = mixture(layer, rows, weights, ids, swiglu, kernels).reshape(x.shape)
     return out + shared_expert(layer, x, kernels) if "shared_gate" in layer else out
 
 
@@ -79,7 +69,9 @@ def swiglu(gate: Array, up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def mixture(layer: Params, x: Array, weights: Array, ids: Array, activation: Activation) -> Array:
+def mixture(
+    layer: Params, x: Array, weights: Array, ids: Array, activation: Activation, kernels: str = "reference"
+) -> Array:
     """The sum of the chosen experts of every token, times their weights; accumulated in float32.
 
     Args:
@@ -88,43 +80,15 @@ def mixture(layer: Params, x: Array, weights: Array, ids: Array, activation: Act
         x: [N, D].
         weights, ids: float32 and int32 [N, k].
         activation: what stands between the two maps of an expert.
+        kernels: implementation of ``expert_mlp``.
 
     Returns:
         [N, D] in x's dtype.
     """
-    way = gathered if ids.size <= GATHERED_PAIRS else grouped
-    outs = way(layer, x, ids, activation).astype(jnp.float32)
-    return (outs * weights[..., None]).sum(axis=1).astype(x.dtype)
-
-
-def gathered(layer: Params, x: Array, ids: Array, activation: Activation) -> Array:
-    """Each chosen expert of each token [N, k, D], by a matmul of its own."""
-    product = partial(jnp.einsum, precision=exact(x.dtype))
-    wide = product("nd,nkdjf->nkjf", x, layer["expert_gate_up"][ids])
-    if "expert_gate_up_bias" in layer:
-        wide = wide + layer["expert_gate_up_bias"][ids]
-    out = product("nkf,nkfd->nkd", activation(wide[..., 0, :], wide[..., 1, :]), layer["expert_down"][ids])
-    return out + layer["expert_down_bias"][ids] if "expert_down_bias" in layer else out
-
-
-def grouped(layer: Params, x: Array, ids: Array, activation: Activation) -> Array:
-    """The same, over pairs sorted by expert."""
-    flat, count = ids.reshape(-1), layer["expert_down"].shape[0]
-    order = jnp.argsort(flat)
-    expert, sizes = flat[order], jnp.bincount(flat, length=count)
-    product = partial(
-        lax.ragged_dot_general,
-        group_sizes=sizes,
-        ragged_dot_dimension_numbers=BY_EXPERT,
-        precision=exact(x.dtype),
-    )
-    wide = product(x[order // ids.shape[1]], layer["expert_gate_up"])
-    if "expert_gate_up_bias" in layer:
-        wide = wide + layer["expert_gate_up_bias"][expert]
-    out = product(activation(wide[:, 0], wide[:, 1]), layer["expert_down"])
-    if "expert_down_bias" in layer:
-        out = out + layer["expert_down_bias"][expert]
-    return out[jnp.argsort(order)].reshape(*ids.shape, -1)
+    biases = layer.get("expert_gate_up_bias"), layer.get("expert_down_bias")
+    held = Experts(layer["expert_gate_up"], layer["expert_down"], *biases)
+    outs = expert_mlp(x, ids, held, activation, implementation=kernels)
+    return (outs.astype(jnp.float32) * weights[..., None]).sum(axis=1).astype(x.dtype)
 
 
 def shared_expert(layer: Params, x: Array, kernels: str) -> Array:
