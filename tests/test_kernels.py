@@ -409,3 +409,13 @@ def test_expert_mlp(tokens: int, experts: int, biased: bool, dtype: str, impleme
     spoilt = x.copy()
     spoilt[1::2] = np.nan  # whatever other rows hold
     np.testing.assert_array_equal(np.asarray(call(spoilt, ids, Experts(**arrays)))[::2], np.asarray(out)[::2])
+
+
+def test_a_pool_that_int32_offsets_do_not_reach_is_refused() -> None:
+    whole = jax.ShapeDtypeStruct
+    pool, ids = whole((2**21, 8, 128), jnp.bfloat16), whole((1,), jnp.int32)
+    q, kv = whole((1, 1, 8, 128), jnp.bfloat16), whole((1, 1, 2, 8, 128), jnp.bfloat16)
+    table, positions = whole((1, 4), jnp.int32), whole((1, 1), jnp.int32)
+    call = partial(block_attention, page=16, causal=True, implementation="interpreted")
+    with pytest.raises(ValueError, match="2,147,483,648 elements, the kernel counts to 2,147,483,647"):
+        jax.eval_shape(call, q, kv, pool, pool, table, ids, ids, positions)

@@ -103,6 +103,8 @@ def block_attention(
     interpret: bool = False,
 ) -> Array:
     """See ``pallas_kernels.block_attention``."""
+    if k_pages.size >= 2**31:  # offsets are int32, and beyond it they would wrap in silence
+        raise ValueError(f"a layer's K pool has {k_pages.size:,} elements, the kernel counts to {2**31 - 1:,}")
     rows, queries, heads, head_dim = q.shape
     keys, kv_heads = kv.shape[1], kv.shape[3]
     sizes = Sizes(rows, queries, keys, kv_heads, heads // kv_heads, head_dim, table.shape[1], page, k_pages.shape[0])

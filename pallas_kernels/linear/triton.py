@@ -155,8 +155,10 @@ def multiply(
         )  # fmt: skip
 
     zeros = jnp.zeros((height, tiling.columns), jnp.float32)
-    split, steps = pl.program_id(1), pl.cdiv(features // tiling.features, tiling.splits)
-    end = jnp.minimum((split + 1) * steps, features // tiling.features)
+    # Without splits the loop's bounds are constants, which the compiler's pipelining likes best.
+    split, all_steps = pl.program_id(1) if tiling.splits > 1 else 0, features // tiling.features
+    steps = pl.cdiv(all_steps, tiling.splits)
+    end = jnp.minimum((split + 1) * steps, all_steps) if tiling.splits > 1 else all_steps
     sums = lax.fori_loop(split * steps, end, step, (zeros, zeros) if gated else (zeros,))
     if "squares" in optional:
         part, counts = backend.covering(optional["squares"].shape[0])
@@ -164,9 +166,10 @@ def multiply(
         factor = lax.rsqrt(squares.sum(axis=0) / features + eps)
         sums = tuple(total * factor[:, None] for total in sums)
     if "bias" in optional:
+        biases = (optional["bias"][half, column].astype(jnp.float32) for half in range(len(sums)))
         sums = tuple(
-            total + jnp.where(split == 0, optional["bias"][half, column].astype(jnp.float32), 0)[None, :]
-            for half, total in enumerate(sums)
+            total + jnp.where(split == 0, bias, jnp.zeros_like(bias))[None, :]
+            for total, bias in zip(sums, biases, strict=True)
         )
     total = sums[0] * jax.nn.sigmoid(sums[0]) * sums[1] if gated else sums[0]
     there = jnp.broadcast_to(real[:, None], total.shape)
